@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from parallelize import derive_plan
-from parallelize.analysis.show.canvas import box, legend, line, picture, text_at
-from parallelize.analysis.show.stylesheet import STYLE
-from parallelize.dims.classes import Classes, output_dim
-from parallelize.dims.factors import Factor, size_of
-from parallelize.dims.trace import record_forward
-from parallelize.models.example_inputs import inputs_of
-from parallelize.models.model_source import source_of
+from parallelize.plan.dims.classes import Classes, output_dim
+from parallelize.plan.dims.factors import Factor, size_of
+from parallelize.plan.dims.trace import record_forward
+from parallelize.plan.models.example_inputs import inputs_of
+from parallelize.plan.models.model_source import source_of
 from parallelize.plan.pattern import is_default, matches
 from parallelize.plan.schema import Plan
+from parallelize.tools.analysis.show.canvas import box, legend, line, picture, text_at
+from parallelize.tools.analysis.show.stylesheet import STYLE
 
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "derived_layer.svg"
 MODEL_TYPE, LAYER, TP = "phi3", "model.layers.0.", 2

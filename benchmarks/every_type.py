@@ -31,17 +31,17 @@ from benchmarks.every_type_sources import source_of_type
 from benchmarks.every_type_table import OUT_OF_MEMORY, with_table
 from benchmarks.record import RESULTS, read_record, write_record
 from parallelize import derive_plan
-from parallelize.derivation.gathered_linears import is_in_layer
-from parallelize.derivation.proof import Proof, provable, prove
-from parallelize.derivation.small_model import small_model
-from parallelize.errors import ParallelizeError, PlanError
-from parallelize.mesh import MeshSpec
-from parallelize.models.example_inputs import inputs_of
-from parallelize.models.model_source import ModelSource, read_model
+from parallelize.base.errors import ParallelizeError, PlanError
+from parallelize.base.mesh import MeshSpec
 from parallelize.plan.choose import choose_plan, shipped_plan_of
 from parallelize.plan.model_facts import describe
+from parallelize.plan.models.example_inputs import inputs_of
+from parallelize.plan.models.model_source import ModelSource, read_model
 from parallelize.plan.resolve import resolve
 from parallelize.plan.schema import Plan
+from parallelize.tools.derivation.gathered_linears import is_in_layer
+from parallelize.tools.derivation.proof import Proof, provable, prove
+from parallelize.tools.derivation.small_model import small_model
 
 NAME = "every_type"
 TP = (2, 4)

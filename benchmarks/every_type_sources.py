@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from parallelize.models.model_source import ModelSource, read_model
+from parallelize.plan.models.model_source import ModelSource, read_model
 
 _ATTENTION = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
 

@@ -25,7 +25,7 @@ from torch import nn
 from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import WeightExporter, build_mesh, destroy_groups, export_weights, parallelize_module
-from parallelize.applied.records import mark_applied
+from parallelize.state.records import mark_applied
 
 BY_TENSOR, BUCKETS, AGAIN, FIRST = "tensor by tensor", "buckets", "export_weights", "export_weights, first call"
 

@@ -26,10 +26,10 @@ from benchmarks.memory import peak_bytes
 from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import build_mesh, cross_entropy, destroy_groups, linear_cross_entropy
+from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
-from parallelize.vocabulary.logits.sharded_logits import mark
 
 VOCABULARY = 32768
 LARGER = ((4096, 1024, "float32"), (8192, 2048, "bfloat16"), (16384, 4096, "bfloat16"))

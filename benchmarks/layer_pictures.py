@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from parallelize.analysis.show.layer_chart import draw_layer
-from parallelize.mesh import MeshSpec
+from parallelize.base.mesh import MeshSpec
 from parallelize.plan.choose import plan_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
+from parallelize.tools.analysis.show.layer_chart import draw_layer
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 TITLES = {

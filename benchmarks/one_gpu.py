@@ -44,8 +44,8 @@ from parallelize import (
     local_optimizer,
     parallelize_module,
 )
-from parallelize.analysis.cost.machine import profile_of
 from parallelize.comm.link_profile import known_peak
+from parallelize.tools.analysis.cost.machine import profile_of
 
 SMALL = {"hidden": 256, "layers": 2, "vocab": 1024, "batch": 2, "length": 128, "new": 8, "rounds": 3}
 LARGE = {"hidden": 4096, "layers": 8, "vocab": 32000, "batch": 1, "length": 4096, "new": 64, "rounds": 10}

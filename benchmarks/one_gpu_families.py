@@ -28,7 +28,7 @@ from benchmarks.one_device import peak_of, start, until_done, wait
 from benchmarks.record import write_record
 from benchmarks.timing import interleaved, medians_ms, ratio
 from parallelize import build_mesh, destroy_groups, parallelize_model, parallelize_module
-from parallelize.torch_private.torch_cuda import noted_waits
+from parallelize.base.torch_private.torch_cuda import noted_waits
 
 LARGE = dict(hidden=1024, layers=6, vocab=32000, length=1024, rounds=10)
 SMALL = dict(hidden=64, layers=2, vocab=512, length=64, rounds=3)

@@ -24,8 +24,8 @@ from benchmarks.one_device import peak_of, until_done, wait
 from benchmarks.record import write_record
 from benchmarks.timing import interleaved, medians_ms, ratio
 from parallelize import cross_entropy, linear_cross_entropy
+from parallelize.axes.context.sequence_shards import SequenceLayout
 from parallelize.comm.groups import Group
-from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.ops.attention.ring_attention import Masking, ring_attention
 
 SMALL = dict(tokens=256, hidden=64, vocab=512, heads=4, width=16, rounds=3)

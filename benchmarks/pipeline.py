@@ -24,8 +24,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import Pipeline, build_mesh, cut_pipeline, destroy_groups, simulate
-from parallelize.pipeline.schedule_chart import draw
-from parallelize.pipeline.timeline import Costs
+from parallelize.axes.pipeline.schedule_chart import draw
+from parallelize.axes.pipeline.timeline import Costs
 from parallelize.plan.schema import Cuts
 from parallelize.plan.stage_ranks import SCHEDULES
 

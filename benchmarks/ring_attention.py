@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import build_mesh, destroy_groups
+from parallelize.axes.context.sequence_shards import SequenceLayout
 from parallelize.comm.groups import Group
-from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.ops.attention.ring_attention import Masking, ring_attention
 
 T = torch.Tensor

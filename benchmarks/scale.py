@@ -37,14 +37,14 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 def parts(model: str, layers: int, mesh: str) -> dict[str, float]:
     """Seconds of each part of one rank's work, and the size of the manifest."""
-    from parallelize.analysis.explain import explain
+    from parallelize.base.mesh import MeshSpec
     from parallelize.checkpoint.run.save import _manifest
-    from parallelize.mesh import MeshSpec
-    from parallelize.models.model_source import source_of
     from parallelize.plan.choose import plan_or_none
     from parallelize.plan.model_facts import describe
+    from parallelize.plan.models.model_source import source_of
     from parallelize.plan.options import Options
     from parallelize.plan.resolve import resolve
+    from parallelize.tools.analysis.explain import explain
 
     source = source_of(model, {"num_hidden_layers": layers})
     spec = MeshSpec.parse(mesh)
@@ -73,7 +73,7 @@ def apply(module: Any, spec: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     from parallelize import parallelize_model
-    from parallelize.torch_private.torch_groups import fake_store
+    from parallelize.base.torch_private.torch_groups import fake_store
 
     dist.init_process_group("fake", rank=0, world_size=spec.world_size, store=fake_store())
     mesh = init_device_mesh("cpu", spec.sizes, mesh_dim_names=spec.names)
@@ -111,8 +111,8 @@ def reports_of(module: Any, spec: Any) -> dict[int, Any]:
 def largest() -> dict[str, float]:
     """Seconds from the start of the process, and its peak memory."""
     began = time.perf_counter()
-    from parallelize.mesh import MeshSpec
-    from parallelize.models.model_source import source_of
+    from parallelize.base.mesh import MeshSpec
+    from parallelize.plan.models.model_source import source_of
 
     model, _, mesh = LARGEST
     apply(source_of(model).build("meta"), MeshSpec.parse(mesh))

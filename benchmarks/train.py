@@ -37,10 +37,10 @@ from parallelize import (
     load_plan,
     parallelize_model,
 )
-from parallelize.applied.stored_slices import data_rank
+from parallelize.axes.pipeline.schedule_chart import draw
+from parallelize.axes.tensor.experts.expert_load import EXPERT, RANK, ExpertLoad
 from parallelize.ops.matmul.calibrate import peak_flops
-from parallelize.pipeline.schedule_chart import draw
-from parallelize.tensor.experts.expert_load import EXPERT, RANK, ExpertLoad
+from parallelize.state.stored_slices import data_rank
 
 DATA = ("dp_replicate", "dp")
 

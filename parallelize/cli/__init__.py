@@ -1,7 +1,7 @@
 """The command line: `main` parses arguments, runs one command, and turns errors into an exit status.
 
 Each command is added by an `add_commands` of its room (`parser.py`). A command imports what it needs when it runs, so that
-`--help` and commands that only read plans do not import torch. Exit statuses: `parallelize.terminal.console`.
+`--help` and commands that only read plans do not import torch. Exit statuses: `parallelize.base.terminal.console`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import sys
 import time
 from collections.abc import Sequence
 
+from parallelize.base.errors import ParallelizeError, Problem
+from parallelize.base.terminal.console import ENVIRONMENT, FINE, INTERRUPTED, report, status_of
 from parallelize.cli.parser import parsed
 from parallelize.cli.plans import with_verb
-from parallelize.errors import ParallelizeError, Problem
-from parallelize.terminal.console import ENVIRONMENT, FINE, INTERRUPTED, report, status_of
 
 _RANK_0_PRINTS_S = 30.0
 """What a failed rank waits for. torchrun ends all ranks as soon as one fails, and rank 0 alone prints why."""
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = _status(sys.argv[1:])
     if status != FINE and os.environ.get("RANK", "0") != "0":
         time.sleep(_RANK_0_PRINTS_S)
-    threads = sys.modules.get("parallelize.verification.threads")
+    threads = sys.modules.get("parallelize.tools.verification.threads")
     if threads is not None and threads.still_running():  # Python would abort if it exited while they run
         sys.stdout.flush()
         sys.stderr.flush()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallelize.base.terminal.console import FINE
 from parallelize.plan.plan_file import shipped_plans
-from parallelize.terminal.console import FINE
 
 _FILES = ("SOURCE", "FILE", "DEST", "DIR", "SRC", "DST")
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from parallelize.derivation.derive import Derived, derive_plan
-from parallelize.derivation.layer_text import layer_page, layer_text
-from parallelize.errors import MeshError, ModelError, Problem
-from parallelize.mesh import MeshSpec
-from parallelize.models.model_source import parse_overrides
-from parallelize.terminal.console import shows_progress
-from parallelize.terminal.quiet import quiet_libraries
+from parallelize.base.errors import MeshError, ModelError, Problem
+from parallelize.base.mesh import MeshSpec
+from parallelize.base.terminal.console import shows_progress
+from parallelize.base.terminal.quiet import quiet_libraries
+from parallelize.plan.models.model_source import parse_overrides
+from parallelize.tools.derivation.derive import Derived, derive_plan
+from parallelize.tools.derivation.layer_text import layer_page, layer_text
 
 
 def derived(options: argparse.Namespace) -> Derived:

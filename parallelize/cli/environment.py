@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelize import __version__
-from parallelize.terminal.console import FINE, add_json, print_json
+from parallelize.base.terminal.console import FINE, add_json, print_json
 
 PACKAGES = ("torch", "transformers", "safetensors", "blake3", "pyyaml", "numpy", "huggingface_hub", "triton")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -119,7 +119,7 @@ def absent_features() -> Iterator[tuple[str, str]]:
 
     Each function of these files is one feature, named in its docstring. The imports at the top are needed for everything.
     """
-    specs = [util.find_spec(f"parallelize.torch_private.{file}") for file in ("torch_tensors", "torch_groups")]
+    specs = [util.find_spec(f"parallelize.base.torch_private.{file}") for file in ("torch_tensors", "torch_groups")]
     origins = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
     for node in [node for origin in origins for node in ast.parse(origin.read_text(encoding="utf-8")).body]:
         feature = "everything"

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from parallelize import __version__
-from parallelize.analysis import commands as analysis
+from parallelize.base.errors import ParallelizeError, Problem, did_you_mean
+from parallelize.base.terminal.console import STATUSES
 from parallelize.checkpoint.tools import commands as checkpoint
 from parallelize.cli import completion, environment, plans, schedule
-from parallelize.errors import ParallelizeError, Problem, did_you_mean
 from parallelize.launch import commands as launch
-from parallelize.terminal.console import STATUSES
-from parallelize.verification import commands as verification
+from parallelize.tools.analysis import commands as analysis
+from parallelize.tools.verification import commands as verification
 from parallelize.watchdog import commands as watchdog
 
 ADD_COMMANDS: tuple[Callable[[Any], None], ...] = (

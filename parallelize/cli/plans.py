@@ -8,10 +8,10 @@ from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
-from parallelize.errors import PlanError, Problem
+from parallelize.base.errors import PlanError, Problem
+from parallelize.base.terminal.console import FINE, add_json, add_quiet, print_json, say
 from parallelize.plan.plan_file import load_plan, plans_folder, read_plan, shipped_plans
 from parallelize.plan.schema import Plan
-from parallelize.terminal.console import FINE, add_json, add_quiet, print_json, say
 
 _VERBS = ("list", "show", "copy", "derive", "import", "export")
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from parallelize.terminal.console import FINE, add_json, print_json
+from parallelize.base.terminal.console import FINE, add_json, print_json
 
 # listed here so that `--help` and completion import no schedule; a test compares the lists
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipe_v")
@@ -25,9 +25,9 @@ def add_commands(verbs: Any) -> None:
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    from parallelize.pipeline.schedule_chart import describe_schedule, draw  # some need torch
-    from parallelize.pipeline.schedules import build_schedule
-    from parallelize.pipeline.timeline import simulate
+    from parallelize.axes.pipeline.schedule_chart import describe_schedule, draw  # some need torch
+    from parallelize.axes.pipeline.schedules import build_schedule
+    from parallelize.axes.pipeline.timeline import simulate
 
     arguments = (options.name, options.ranks, options.microbatches, options.stages_per_rank)
     if options.json:
@@ -41,8 +41,8 @@ def _schedule(options: argparse.Namespace) -> int:
 
 def _as_data(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> dict[str, Any]:
     """The schedule as JSON data. The unit of time is one forward of one stage, as in the text."""
-    from parallelize.pipeline.schedules import build_schedule
-    from parallelize.pipeline.timeline import simulate
+    from parallelize.axes.pipeline.schedules import build_schedule
+    from parallelize.axes.pipeline.timeline import simulate
 
     schedule = build_schedule(name, ranks, microbatches, stages_per_rank)
     timeline = simulate(schedule)

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parallelize.errors import CheckpointError, ModelError, PlanError, Problem
-from parallelize.models.config_file import config_path, read_object
-from parallelize.models.config_limits import config_problems
+from parallelize.base.errors import CheckpointError, ModelError, PlanError, Problem
 from parallelize.plan.hf_plans import ATTRIBUTES, ForeignPlan, words_of
+from parallelize.plan.models.config_file import config_path, read_object
+from parallelize.plan.models.config_limits import config_problems
 from parallelize.plan.pattern import generic
 
 
@@ -95,7 +95,7 @@ def _of_model(text: str, model_type: str) -> ForeignPlan:
 
 
 def _of_built_model(text: str) -> ForeignPlan:
-    from parallelize.models.model_source import read_model
+    from parallelize.plan.models.model_source import read_model
 
     source = read_model(text)
     config, model = source.config, source.build("meta")
@@ -107,8 +107,8 @@ def _of_built_model(text: str) -> ForeignPlan:
 
 def expert_layout(model_type: str) -> Mapping[str, bool] | None:
     """How a model type stores the weights of its experts (`EXPERT_FLAGS`): {} for none with flags; None if no model is built."""
-    from parallelize.models.model_source import read_model
     from parallelize.plan.model_facts import describe
+    from parallelize.plan.models.model_source import read_model
 
     try:
         model = read_model(model_type).build("meta")

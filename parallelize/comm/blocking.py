@@ -14,10 +14,10 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 
+from parallelize.base.torch_private import torch_groups as private_groups
+from parallelize.base.torch_private.torch_tensors import counts_collectives
 from parallelize.comm import functional, turns
 from parallelize.comm.shared_memory import SharedMemory
-from parallelize.torch_private import torch_groups as private_groups
-from parallelize.torch_private.torch_tensors import counts_collectives
 
 # torch 2.13 renamed these, and warns about the old names
 _RENAMED = hasattr(dist, "all_gather_single")

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.base.errors import MeshError, ModelError, Problem
+from parallelize.base.mesh import short_name
+from parallelize.base.torch_private import torch_groups as private_groups
+from parallelize.base.torch_private.torch_tensors import counts_collectives
 from parallelize.comm import blocking, functional, wired_exchange
 from parallelize.comm.link_profile import LinkProfile
 from parallelize.comm.meshes import mesh_spec
 from parallelize.comm.shared_memory import SharedMemory
 from parallelize.comm.turns import hand_over, takes_turns
-from parallelize.errors import MeshError, ModelError, Problem
-from parallelize.mesh import short_name
-from parallelize.torch_private import torch_groups as private_groups
-from parallelize.torch_private.torch_tensors import counts_collectives
 
 _BY_KEY: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # key -> Group
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.base.errors import HandshakeError, ParallelizeError, Problem, short_list
+from parallelize.base.torch_private import torch_groups as private_groups
+from parallelize.base.torch_private.torch_tensors import uncounted
 from parallelize.comm.groups import Group
 from parallelize.comm.meshes import mesh_spec
 from parallelize.comm.uncaught_errors import LATE, publish_uncaught_errors, wait_for_key
-from parallelize.errors import HandshakeError, ParallelizeError, Problem, short_list
-from parallelize.torch_private import torch_groups as private_groups
-from parallelize.torch_private.torch_tensors import uncounted
 
 TIMEOUT_S = 60.0
 _DIGEST_BLOCK = 1 << 17

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parallelize.base.errors import MeshError, Problem
+from parallelize.base.mesh import AXES, MeshSpec, folded, folding_order
 from parallelize.comm.started_processes import join_processes
 from parallelize.comm.uncaught_errors import publish_uncaught_errors
-from parallelize.errors import MeshError, Problem
-from parallelize.mesh import AXES, MeshSpec, folded, folding_order
 
 
 def build_mesh(device_type: str, **sizes: int) -> DeviceMesh:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from parallelize.errors import ParallelizeError, is_of_caller
+from parallelize.base.errors import ParallelizeError, is_of_caller
 
 log = logging.getLogger("parallelize")
 

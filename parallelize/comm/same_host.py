@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
+from parallelize.base.torch_private import torch_groups as private_groups
+from parallelize.base.torch_private.torch_tensors import counts_collectives, uncounted
 from parallelize.comm import shared_memory
 from parallelize.comm.groups import Group
 from parallelize.comm.shared_memory import SharedMemory
-from parallelize.torch_private import torch_groups as private_groups
-from parallelize.torch_private.torch_tensors import counts_collectives, uncounted
 
 _FOLDER, _NAME_BYTES = "/dev/shm", 64
 _MOST_RANKS = 16  # every rank reads what each other rank has written

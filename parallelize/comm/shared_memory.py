@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from parallelize.errors import HandshakeError, Problem
+from parallelize.base.errors import HandshakeError, Problem
 
 with suppress(ImportError):  # not on Windows, which has no /dev/shm either
     import fcntl

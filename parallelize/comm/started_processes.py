@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parallelize.errors import MeshError, Problem
-from parallelize.mesh import MeshSpec
+from parallelize.base.errors import MeshError, Problem
+from parallelize.base.mesh import MeshSpec
 
 _NUMBERS, _ADDRESS = ("RANK", "WORLD_SIZE"), ("MASTER_ADDR", "MASTER_PORT")
 

@@ -12,8 +12,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.comm.printed_errors import shorten_tracebacks, write_error_file
-from parallelize.torch_private import torch_groups as private_groups
 
 _KEY = "parallelize/uncaught"
 LATE = "did not come in time"

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from parallelize.errors import LaunchError, Problem
+from parallelize.base.errors import LaunchError, Problem
+from parallelize.base.terminal.console import FINE, REQUEUE, say
 from parallelize.launch.config.run_checks import Check
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.config.run_config_file import read_run_config
@@ -18,7 +19,6 @@ from parallelize.launch.emit.launch_files import EMITTERS
 from parallelize.launch.environment.launcher import SUPERVISOR, Launcher, find_launcher
 from parallelize.launch.start.early_signals import EarlySignals
 from parallelize.launch.start.end_with_parent import end_with_parent
-from parallelize.terminal.console import FINE, REQUEUE, say
 
 _ABOUT = """\
 Train a model by a recipe: model, data, mesh, plan, options, optimizer, checkpoints, metrics, in one YAML file. The same command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parallelize.errors import LaunchError, ParallelizeError, Problem
+from parallelize.base.errors import LaunchError, ParallelizeError, Problem
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.environment.launcher import Launcher
 

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.errors import LaunchError, ParallelizeError
+from parallelize.base.errors import LaunchError, ParallelizeError
+from parallelize.base.layout import local_units
 from parallelize.launch.config.run_checks import Check, Mistake, mistakes_of, problems_of
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.loop.named_objects import object_of
 from parallelize.launch.loop.run_optimizer import optimizer_class
 from parallelize.launch.loop.token_files import encoder_of
 from parallelize.launch.preflight.base_model import adapters_of
-from parallelize.layout import local_units
-from parallelize.models.model_source import ModelSource, read_model
 from parallelize.plan.choose import shipped_plan_of
+from parallelize.plan.models.model_source import ModelSource, read_model
 from parallelize.plan.parameter_layouts import dotted
 from parallelize.plan.plan_file import load_plan
 from parallelize.plan.schema import Plan

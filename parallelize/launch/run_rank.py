@@ -20,11 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
-from parallelize.comm.groups import destroy_groups
-from parallelize.comm.meshes import build_mesh
-from parallelize.comm.printed_errors import write_error_file
-from parallelize.errors import (
+from parallelize.base.errors import (
     CheckpointError,
     DataError,
     GradientError,
@@ -38,6 +34,12 @@ from parallelize.errors import (
     ShapeError,
     printable,
 )
+from parallelize.base.terminal.console import ENVIRONMENT, FINE, MISTAKE, status_of
+from parallelize.base.torch_private import torch_tensors as private
+from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
+from parallelize.comm.groups import destroy_groups
+from parallelize.comm.meshes import build_mesh
+from parallelize.comm.printed_errors import write_error_file
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.environment.head_node import resolve_head
 from parallelize.launch.environment.launcher import Launcher
@@ -53,8 +55,6 @@ from parallelize.launch.preflight.rank_store import rank_store
 from parallelize.launch.preflight.roll_call import LIMIT_S, Facts, remarks, roll_call
 from parallelize.launch.preflight.timed_links import timed_links
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
-from parallelize.terminal.console import ENVIRONMENT, FINE, MISTAKE, status_of
-from parallelize.torch_private import torch_tensors as private
 from parallelize.watchdog.watching import watch
 
 MISTAKES = (LaunchError, PlanError, MeshError, ModelError, ShapeError, DataError, GradientError)

@@ -23,9 +23,9 @@ import torch
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Shard
 
+from parallelize.base.errors import Problem, ShapeError
+from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
-from parallelize.errors import Problem, ShapeError
-from parallelize.layout import even_interval
 from parallelize.ops import replay_cache
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.library import LIBRARY, NAMESPACE, define, fake

@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from parallelize.base.errors import ModelError, Problem
+from parallelize.base.layout import even_interval
+from parallelize.base.torch_private.torch_dynamo import function_of
 from parallelize.comm import blocking
 from parallelize.comm.groups import Group
-from parallelize.errors import ModelError, Problem
-from parallelize.layout import even_interval
 from parallelize.ops import replay_cache
-from parallelize.torch_private.torch_dynamo import function_of
 
 
 def refuse_double_backward() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from parallelize.errors import ModelError, Problem
+from parallelize.base.errors import ModelError, Problem
 
 ResultKey = tuple[str, int]
 """(kind, number of results of that kind before this one in the same pass)"""

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from parallelize.base.torch_private import torch_groups as private_groups
+from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
-from parallelize.torch_private import torch_groups as private_groups
-from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 _TIMEOUT_S = 60.0

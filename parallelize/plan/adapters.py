@@ -1,7 +1,7 @@
 """A plan for a model with adapters of PEFT: names get PEFT's prefix, and the rule of a layer becomes those of its parts.
 
 PEFT replaces a layer by a module that has the layer as `base_layer`, beside its adapters, or as `original_module`, beside trained
-copies. Plans name the layers of the stock model: what is inside is planned by their styles (`styles/adapter_styles.py`).
+copies. Plans name the layers of the stock model: what is inside is planned by their styles (`plan/styles/adapter_styles.py`).
 
 Torch-free: adapters are recognized by the modules that PEFT gives a layer, and PEFT is not imported.
 """
@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parallelize.errors import PlanError, Problem
-from parallelize.mesh import MeshSpec
+from parallelize.base.errors import PlanError, Problem
+from parallelize.base.mesh import MeshSpec
 from parallelize.plan.learned_prompts import PROMPTS, unserved_over_stages
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import alternatives, generic, is_default, matches
 from parallelize.plan.schema import Plan, Rule
-from parallelize.styles.adapter_styles import adapter_styles, adapts_one_parameter, adapts_parameters
-from parallelize.styles.style import StyleText
+from parallelize.plan.styles.adapter_styles import adapter_styles, adapts_one_parameter, adapts_parameters
+from parallelize.plan.styles.style import StyleText
 
 BASE, ORIGINAL, COPIES = "base_layer", "original_module", "modules_to_save"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parallelize.errors import PlanError, Problem
+from parallelize.base.errors import PlanError, Problem
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.schema import AttentionRule, Plan

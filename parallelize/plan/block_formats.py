@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from parallelize.errors import ModelError, Problem
+from parallelize.base.errors import ModelError, Problem
 
 _WORDS = ("nf4", "int8")
 _BITS = {"nf4": 4, "fp4": 4, "int8": 8}

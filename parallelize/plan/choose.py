@@ -12,16 +12,16 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from parallelize.errors import PlanError, Problem, near
+from parallelize.base.errors import PlanError, Problem, near
 from parallelize.plan.hf_plans import full_words, read_words, words_of
 from parallelize.plan.plan_file import load_plan, read_plan, shipped_plans
 from parallelize.plan.schema import Plan, Rule
-from parallelize.styles.notation import parse_style
+from parallelize.plan.styles.notation import parse_style
 
 log = logging.getLogger("parallelize")
 
 _TRANSLATED = "base_model_tp_plan"
-_AUTO = "parallelize.derivation.auto"
+_AUTO = "parallelize.tools.derivation.auto"
 """The module of `derived_plan`, on a higher floor: it runs all that is below it."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from parallelize.plan.adapters import COPIES, ORIGINAL, copied_layers
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
-from parallelize.styles.style import ModuleFacts
+from parallelize.plan.styles.style import ModuleFacts
 
 Slot = tuple[int, str]
 """(id of a module, key of one of its parameters)."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallelize.errors import Problem
-from parallelize.layout import Chunk, packed
+from parallelize.base.errors import Problem
+from parallelize.base.layout import Chunk, packed
 from parallelize.plan.parameter_layouts import LayoutMaker
 from parallelize.plan.pattern import matches
 from parallelize.plan.rows import ModuleRow
 from parallelize.plan.schema import Plan
-from parallelize.styles.contract import InputShard, InputWidth
+from parallelize.plan.styles.contract import InputShard, InputWidth
 
 
 def with_local_inputs(

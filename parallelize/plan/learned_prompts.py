@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parallelize.errors import Problem
+from parallelize.base.errors import Problem
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.schema import Cuts
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from parallelize.errors import Problem, did_you_mean
+from parallelize.base.errors import Problem, did_you_mean
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.parameter_layouts import LayoutMaker, dotted
 from parallelize.plan.pattern import generic, matches

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from parallelize.errors import ModelError, Problem
-from parallelize.mesh import DATA_AXES, MeshSpec
+from parallelize.base.errors import ModelError, Problem
+from parallelize.base.mesh import DATA_AXES, MeshSpec
 
 MIXING = {"DogeCDMoE": "its router views the scores of all tokens of the batch as two halves"}
 """Class of a module to what mixes the rows of its batch. [transformers 5.23, modeling_doge.py]"""

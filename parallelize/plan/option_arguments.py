@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parallelize.plan.options import AUTO, DTYPES, NAMES, RECOMPUTE, dtype_name
-from parallelize.styles.contract import OVERLAPS
+from parallelize.plan.styles.contract import OVERLAPS
 
 _BY_PLAN = " (default: the plan's, else {})"
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from parallelize.errors import ModelError, Problem, did_you_mean
-from parallelize.mesh import AXES, FOLDED_AXES, MeshSpec, axis_order, possible_expert_ranks
-from parallelize.styles.contract import OVERLAPS
+from parallelize.base.errors import ModelError, Problem, did_you_mean
+from parallelize.base.mesh import AXES, FOLDED_AXES, MeshSpec, axis_order, possible_expert_ranks
+from parallelize.plan.styles.contract import OVERLAPS
 
 AnyOptions = TypeVar("AnyOptions", bound="Options")
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from parallelize.errors import Problem
-from parallelize.layout import Chunk, Layout, chunked, local_units, of_packs, packed, repeated, replicated, tiled
+from parallelize.base.errors import Problem
+from parallelize.base.layout import Chunk, Layout, chunked, local_units, of_packs, packed, repeated, replicated, tiled
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.schema import Plan, Rule
-from parallelize.styles.contract import Use
+from parallelize.plan.styles.contract import Use
 
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size")
 

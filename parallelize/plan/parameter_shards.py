@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from parallelize.layout import Layout, even_interval
-from parallelize.mesh import MeshSpec, folded
+from parallelize.base.layout import Layout, even_interval
+from parallelize.base.mesh import MeshSpec, folded
 from parallelize.plan.model_facts import ParameterFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import PendingElements

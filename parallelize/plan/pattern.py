@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from parallelize.errors import PlanError, Problem
+from parallelize.base.errors import PlanError, Problem
 
 _VALID = re.compile(r"(?:[\w-]|\*(?!\*)|\{[\w,-]+\})+\Z")
 _UNREADABLE = re.compile(r"[^\w.-]+")

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from parallelize.checkpoint.format.paths import read_named
-from parallelize.errors import CheckpointError, ParallelizeError, PlanError, Problem, did_you_mean, near
+from parallelize.base.errors import CheckpointError, ParallelizeError, PlanError, Problem, did_you_mean, near
+from parallelize.base.files.paths import read_named
 from parallelize.plan.options import AUTO_FLAGS, FLAGS, NUMBERS, Options
 from parallelize.plan.options import NAMES as OPTION_NAMES
 from parallelize.plan.pattern import check_pattern

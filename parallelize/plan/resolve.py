@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from parallelize.errors import PlanError, Problem
-from parallelize.mesh import MeshSpec
+from parallelize.base.errors import PlanError, Problem
+from parallelize.base.mesh import MeshSpec
 from parallelize.plan.adapters import for_adapters, peft_prefix, refuse_over_axes, renamed
 from parallelize.plan.attention_kinds import attention_kinds
 from parallelize.plan.learned_prompts import PROMPTS

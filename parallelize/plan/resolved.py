@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from parallelize.layout import Layout, of_elements
-from parallelize.mesh import MeshSpec
+from parallelize.base.layout import Layout, of_elements
+from parallelize.base.mesh import MeshSpec
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
 from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from parallelize.layout import Layout
+from parallelize.base.layout import Layout
 from parallelize.plan.model_facts import ParameterFacts
 from parallelize.plan.schema import Rule
-from parallelize.styles.contract import Contract
+from parallelize.plan.styles.contract import Contract
 
 PendingElements = tuple[tuple[int, ...], int]
 """(tp ranks that sum, number of elements)."""

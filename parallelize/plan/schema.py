@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallelize.plan.options import ROW_OPTIONS, STANDARD, Options, options_of
-from parallelize.styles.style import StyleText
+from parallelize.plan.styles.style import StyleText
 
 SCHEMA_VERSION = 1
 ATTENTION = ("causal", "bidirectional", "gathered")  # the last: not by attention alone, see `AttentionRule`

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from parallelize.errors import Problem
+from parallelize.base.errors import Problem
 from parallelize.plan.adapters import layer_name
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.rows import ModuleRow, ParameterRow
 from parallelize.plan.schema import Plan
-from parallelize.styles.contract import Conversion
-from parallelize.styles.style import ModuleFacts
+from parallelize.plan.styles.contract import Conversion
+from parallelize.plan.styles.style import ModuleFacts
 
 # conversions for which shards, one after another, must be the full tensor -> what they do with it
 ORDERED = {

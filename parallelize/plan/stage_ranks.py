@@ -1,4 +1,4 @@
-"""Which rank of the pipeline runs which stage, by schedule. `pipeline/schedules.py` builds the order of their actions.
+"""Which rank of the pipeline runs which stage, by schedule. `axes/pipeline/schedules.py` builds the order of their actions.
 
 Torch-free.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from parallelize.errors import PlanError, Problem, did_you_mean
+from parallelize.base.errors import PlanError, Problem, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _plain(name: str) -> str:
 def ranks_of_stages(name: str, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
     """The rank of each stage.
 
-    Args: as for `pipeline.schedules.build_schedule`.
+    Args: as for `axes.pipeline.schedules.build_schedule`.
     Raises: PlanError `unknown-schedule`, `bad-stages-per-rank`.
     """
     kind = SCHEDULES[schedule_name(name)]

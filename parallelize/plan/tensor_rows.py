@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
-from parallelize.layout import replicated
+from parallelize.base.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
+from parallelize.base.layout import replicated
 from parallelize.plan.adapters import layer_name
 from parallelize.plan.input_shards import with_local_inputs
 from parallelize.plan.local_attributes import local_attributes
@@ -19,8 +19,8 @@ from parallelize.plan.pattern import alternatives, generic, is_default, matches
 from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow
 from parallelize.plan.schema import Plan, RegionBounds, Rule
 from parallelize.plan.soundness import check_soundness
-from parallelize.styles.contract import Conversion, Traits, Use
-from parallelize.styles.style import StyleContext, StyleText, contract_of
+from parallelize.plan.styles.contract import Conversion, Traits, Use
+from parallelize.plan.styles.style import StyleContext, StyleText, contract_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from parallelize.errors import PlanError, Problem, did_you_mean
+from parallelize.base.errors import PlanError, Problem, did_you_mean
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.rows import ParameterRow
 from parallelize.plan.schema import Plan, Tie

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parallelize.errors import ModelError, Problem, did_you_mean
+from parallelize.base.errors import ModelError, Problem, did_you_mean
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import alternatives, check_pattern, matches
 from parallelize.plan.schema import Plan

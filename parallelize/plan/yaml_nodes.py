@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from parallelize.errors import PlanError, Problem, did_you_mean
+from parallelize.base.errors import PlanError, Problem, did_you_mean
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from parallelize.errors import HandshakeError, Problem, short_list
+from parallelize.base.errors import HandshakeError, Problem, short_list
 from parallelize.watchdog.call_log import UNEVEN, CallLog, CollectiveCall, GroupCalls
 from parallelize.watchdog.store_channel import StoreChannel
 from parallelize.watchdog.verdict import call_text

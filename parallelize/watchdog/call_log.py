@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.applied.records import mesh_of
+from parallelize.base.errors import short_list
 from parallelize.comm.meshes import mesh_spec
-from parallelize.errors import short_list
+from parallelize.state.records import mesh_of
 from parallelize.watchdog.call_history import CallHistory, Form
 from parallelize.watchdog.call_places import CallPlace, ModuleNames
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from parallelize.base.torch_private.torch_groups import functional_collectives, group_of_functional
 from parallelize.comm.shared_memory import SharedMemory
-from parallelize.torch_private.torch_groups import functional_collectives, group_of_functional
 from parallelize.watchdog.call_log import REMEMBERED, CallLog
 from parallelize.watchdog.call_places import module_here, place_here
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from parallelize.torch_private import torch_tensors as private
+from parallelize.base.torch_private import torch_tensors as private
 
 PLACE = "_watched_place"
 """The attribute of an autograd node with the place of its backward; `call_patches` writes it out, which costs less than its name."""

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from parallelize.terminal.console import PROBLEM_FOUND, add_json, print_json, show
+from parallelize.base.terminal.console import PROBLEM_FOUND, add_json, print_json, show
 from parallelize.watchdog.report_file import bad_report, crash_file, read_states
 from parallelize.watchdog.verdict import State, call_text, judge, waiting_text
 

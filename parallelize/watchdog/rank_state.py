@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.applied.records import resolution_of
+from parallelize.state.records import resolution_of
 from parallelize.watchdog.call_log import CallLog, CollectiveCall, GroupCalls
 
 _PACKAGE = str(Path(__file__).parents[1])

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from parallelize.errors import ParallelizeError, Problem
-from parallelize.mesh import MOST_RANKS
+from parallelize.base.errors import ParallelizeError, Problem
+from parallelize.base.mesh import MOST_RANKS
 from parallelize.watchdog.verdict import State
 
 _MOST_BYTES = 16 << 20

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallelize.torch_private import torch_groups as private_groups
+from parallelize.base.torch_private import torch_groups as private_groups
 
 ANSWER_S = 5.0
 """How long the store may take to answer before it counts as lost."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parallelize.errors import Problem, short_list
+from parallelize.base.errors import Problem, short_list
 
 State = dict[str, Any]
 States = Mapping[int, State]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from parallelize.errors import Problem
+from parallelize.base.errors import Problem
 from parallelize.watchdog.call_gate import CallGate
 from parallelize.watchdog.call_log import CallLog
 from parallelize.watchdog.rank_state import StandingThread, call_data, identity, process_state, rank_state, waiting_call

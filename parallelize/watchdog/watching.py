@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.base.errors import HandshakeError, ModelError, ParallelizeError, Problem
 from parallelize.comm.uncaught_errors import publish_uncaught_errors
-from parallelize.errors import HandshakeError, ModelError, ParallelizeError, Problem
 from parallelize.watchdog.call_gate import COLLECTIVES_DIFFER, CallGate
 from parallelize.watchdog.call_log import CallLog
 from parallelize.watchdog.call_patches import Undo, record_calls

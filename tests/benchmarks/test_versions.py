@@ -37,8 +37,8 @@ def test_a_report_is_counted_and_kept_by_version(tmp_path: Path):
 
 def test_failed_tests_are_named_as_pytest_names_them():
     assert (
-        node_id("tests.zero.test_zero.test_it[a.b-{'pp': 2}]@ranks")
-        == "tests/zero/test_zero.py::test_it[a.b-{'pp': 2}]"
+        node_id("tests.axes.zero.test_zero.test_it[a.b-{'pp': 2}]@ranks")
+        == "tests/axes/zero/test_zero.py::test_it[a.b-{'pp': 2}]"
     )
     assert node_id("tests.a.test_b.test_c") == "tests/a/test_b.py::test_c"
 

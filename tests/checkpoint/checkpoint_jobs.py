@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize import build_mesh
-from parallelize.applied.full_values import full_parameter
-from parallelize.applied.stored_slices import data_rank
+from parallelize.axes.pipeline.parallel_model import ParallelModel
+from parallelize.axes.zero.shard_data import data_of
 from parallelize.checkpoint.run import optimizer_state as optimizers
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, targets
-from parallelize.pipeline.parallel_model import ParallelModel
-from parallelize.training import parallelize_model
-from parallelize.zero.shard_data import data_of
+from parallelize.state.full_values import full_parameter
+from parallelize.state.stored_slices import data_rank
+from parallelize.training.parallelize_model import parallelize_model
 from tests.support.models import tiny_batch, tiny_model
 
 OVERRIDES = {"llama": {"num_key_value_heads": 2}, "gpt2": {}, "phi3": {"num_key_value_heads": 2}}

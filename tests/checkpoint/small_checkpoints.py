@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from parallelize import Checkpointer
-from parallelize.errors import ParallelizeError
+from parallelize.base.errors import ParallelizeError
 
 
 def slug_of(call) -> str:

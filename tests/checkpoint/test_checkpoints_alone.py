@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parallelize import Checkpointer, install_dropout, load_checkpoint
-from parallelize.errors import CheckpointError
+from parallelize.base.errors import CheckpointError
 
 
 def with_dropout(seed: int) -> nn.Module:

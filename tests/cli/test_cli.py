@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from parallelize import ParallelizeError, load_plan, shipped_plans
+from parallelize.base.mesh import MeshSpec
 from parallelize.cli import main
 from parallelize.cli.completion import walk_commands
 from parallelize.cli.environment import absent_features, environment
 from parallelize.cli.parser import build_parser
 from parallelize.cli.transformers_plans import expert_layout, read_source
-from parallelize.mesh import MeshSpec
 from parallelize.plan.hf_plans import ForeignPlan, export_plan, import_plan
 from parallelize.plan.model_facts import describe
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
-from parallelize.styles.notation import TRANSFORMERS_WORDS, parse_style, transformers_word
+from parallelize.plan.styles.notation import TRANSFORMERS_WORDS, parse_style, transformers_word
 
 LINEARS = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from parallelize import Checkpointer
-from parallelize.terminal.console import ENVIRONMENT
+from parallelize.base.terminal.console import ENVIRONMENT
 from tests.support.models import tiny_model
 from tests.support.refused import refused_command
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from parallelize import MeshError, group_for, parallelize_module
-from parallelize.applied.records import record_of
+from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.comm.groups import Group
-from parallelize.torch_private import torch_groups as private_groups
+from parallelize.state.records import record_of
 from tests.support.refused import RULES, Block, refused, small_mesh
 
 

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
+from parallelize.base.errors import LaunchError, ParallelizeError
+from parallelize.base.mesh import MeshSpec
 from parallelize.cli import main
-from parallelize.errors import LaunchError, ParallelizeError
 from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.name_checks import IMPORT_CHECKS, NAME_CHECKS, check_names
-from parallelize.mesh import MeshSpec
-from parallelize.models.model_source import read_model
 from parallelize.plan.choose import choose_plan
 from parallelize.plan.model_facts import describe
+from parallelize.plan.models.model_source import read_model
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
 from tests.launch.launched import write_run

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
-from parallelize.layout import even_interval
 from parallelize.ops import collectives as ops
 from tests.support.threads import run_ranks
 

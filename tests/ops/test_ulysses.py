@@ -7,8 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from parallelize import ShapeError, build_mesh
+from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
-from parallelize.layout import even_interval
 from parallelize.ops.all_to_all import HeadSplit, exchange, exchange_shards
 from tests.support.threads import run_ranks
 

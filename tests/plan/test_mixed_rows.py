@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from parallelize import ModelError, build_mesh, shard_data
-from parallelize.mesh import MeshSpec
+from parallelize.base.mesh import MeshSpec
 from parallelize.plan.mixed_rows import MIXING
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options

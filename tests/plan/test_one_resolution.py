@@ -12,13 +12,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from parallelize import ModelError, describe_plan, explain, load_plan, parallelize_model, recomputed, verify
-from parallelize.analysis.record.fake_world import fake_mesh
-from parallelize.applied.records import applied, cut_of, record_of
+from parallelize.base.mesh import MeshSpec
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
-from parallelize.mesh import MeshSpec
-from parallelize.models.model_source import ModelSource
 from parallelize.plan import resolve as decisions
+from parallelize.plan.models.model_source import ModelSource
 from parallelize.plan.schema import Tie
+from parallelize.state.records import applied, cut_of, record_of
+from parallelize.tools.analysis.record.fake_world import fake_mesh
 from tests.support.models import tiny_model
 
 

@@ -17,20 +17,20 @@ from parallelize import (
     parallelize_module,
     verify,
 )
-from parallelize.analysis.cost.machine import load_machine
-from parallelize.analysis.fit import fit
-from parallelize.analysis.record.fake_world import fake_mesh
-from parallelize.analysis.subject import Subject
-from parallelize.applied.records import record_of
+from parallelize.axes.context.forward_state import context_of
+from parallelize.base.mesh import MeshSpec
 from parallelize.cli.parser import build_parser
-from parallelize.context.forward_state import context_of
-from parallelize.mesh import MeshSpec
-from parallelize.models.model_source import ModelSource
+from parallelize.plan.models.model_source import ModelSource
 from parallelize.plan.option_keywords import OptionKeywords
 from parallelize.plan.options import NAMES, STANDARD, options_of
 from parallelize.plan.plan_file import parse_plan
-from parallelize.verification import commands, precision
-from parallelize.verification.configuration import Request, checked
+from parallelize.state.records import record_of
+from parallelize.tools.analysis.cost.machine import load_machine
+from parallelize.tools.analysis.fit import fit
+from parallelize.tools.analysis.record.fake_world import fake_mesh
+from parallelize.tools.analysis.subject import Subject
+from parallelize.tools.verification import commands, precision
+from parallelize.tools.verification.configuration import Request, checked
 from tests.support.models import tiny_model
 
 

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from parallelize import PlanError, load_plan, shipped_plans
-from parallelize.checkpoint.format.paths import read_named
+from parallelize.base.files.paths import read_named
 from parallelize.plan.pattern import alternatives, matches
 from parallelize.plan.plan_file import parse_plan, plans_folder
-from parallelize.styles.notation import TRANSFORMERS_WORDS, parse_style
-from parallelize.styles.style import STYLES
+from parallelize.plan.styles.notation import TRANSFORMERS_WORDS, parse_style
+from parallelize.plan.styles.style import STYLES
 
 GOOD = "schema_version: 1\ntensor_parallel: {a: colwise}\n"
 

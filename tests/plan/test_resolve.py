@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallelize import PlanError
-from parallelize.mesh import MeshSpec
+from parallelize.base.mesh import MeshSpec
 from parallelize.plan.choose import choose_plan, plan_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parallelize import PlanError
-from parallelize.mesh import MeshSpec
+from parallelize.base.mesh import MeshSpec
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.plan_file import parse_plan

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from parallelize import ModelError, ParallelizeError, PlanError, load_plan
-from parallelize.mesh import MeshSpec
+from parallelize.axes.tensor.layers.rms_norm import check_rms_norm
+from parallelize.base.mesh import MeshSpec
 from parallelize.plan.model_facts import describe
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
-from parallelize.styles.notation import parse_style
-from parallelize.tensor.layers.rms_norm import check_rms_norm
+from parallelize.plan.styles.notation import parse_style
 from tests.support.models import tiny_model
 
 LAYER = "model.layers.*."

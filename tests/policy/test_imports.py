@@ -241,7 +241,9 @@ def test_public_names_do_not_go_around_the_floors(line):
 
 
 def test_the_targets_of_imports_are_found():
-    lines = "from parallelize import __version__, apply, plan\nimport parallelize.layout, torch\nfrom torch import nn"
+    lines = (
+        "from parallelize import __version__, apply, plan\nimport parallelize.base.layout, torch\nfrom torch import nn"
+    )
     assert list(imported(ast.parse(lines))) == ["apply", "plan.__init__", "layout"]
 
 

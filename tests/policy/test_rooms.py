@@ -1,6 +1,6 @@
 """The tests of a room stand in the folder of its name: `parallelize/ops/matmul/` has `tests/ops/matmul/`.
 
-Tests of a file that stands in no room stand beside this folder (`tests/test_mesh.py`), or in a folder of the file's name.
+Tests of a file that stands in no room stand beside this folder (`tests/base/test_mesh.py`), or in a folder of the file's name.
 """
 
 from __future__ import annotations

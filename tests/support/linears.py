@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from parallelize import all_gather_linear, column_linear, linear_all_reduce, linear_reduce_scatter
+from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
-from parallelize.layout import even_interval
 
 T = torch.Tensor
 OPS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "column_linear")

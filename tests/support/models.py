@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.verification.precision import InFloat64
+from parallelize.tools.verification.precision import InFloat64
 from tests.support import device
 
 COMMON = dict(vocab_size=67, hidden_size=48, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -409,9 +409,9 @@ def shipped_source(family: str) -> Any:
     """The source of a tiny model of `SHIPPED`, with the class that is named there."""
     import transformers
 
-    from parallelize.models.dropout_rates import without_dropout
-    from parallelize.models.model_source import ModelSource
-    from parallelize.models.transformers_models import maker_of
+    from parallelize.plan.models.dropout_rates import without_dropout
+    from parallelize.plan.models.model_source import ModelSource
+    from parallelize.plan.models.transformers_models import maker_of
 
     config_name, class_name, sizes = SHIPPED[family]
     config = getattr(transformers, config_name)(**{**COMMON, **sizes})

@@ -10,20 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from parallelize.analysis.cost.setting import Setting
-from parallelize.analysis.linting import findings
-from parallelize.analysis.subject import Subject
-from parallelize.errors import ParallelizeError, PlanError
-from parallelize.mesh import MeshSpec
-from parallelize.models.model_source import source_of
+from parallelize.base.errors import ParallelizeError, PlanError
+from parallelize.base.mesh import MeshSpec
 from parallelize.plan.model_facts import describe
+from parallelize.plan.models.model_source import source_of
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.resolve import resolve
 from parallelize.plan.schema import LocalAttribute, Plan, Rule
-from parallelize.styles.style import StyleText
-from parallelize.verification.configuration import Request, build_configuration
-from parallelize.verification.result import Verification
-from parallelize.verification.verify import verify
+from parallelize.plan.styles.style import StyleText
+from parallelize.tools.analysis.cost.setting import Setting
+from parallelize.tools.analysis.linting import findings
+from parallelize.tools.analysis.subject import Subject
+from parallelize.tools.verification.configuration import Request, build_configuration
+from parallelize.tools.verification.result import Verification
+from parallelize.tools.verification.verify import verify
 
 SWAPS = {  # styles that a user could confuse with a style
     "colwise": ("rowwise", "replicate", "sequence"),
@@ -112,7 +112,7 @@ def _dropped(plan: Plan, rule: Rule) -> Iterator[Mutant]:
 
 
 def _swapped(plan: Plan, rule: Rule) -> Iterator[Mutant]:
-    from parallelize.styles.notation import parse_style
+    from parallelize.plan.styles.notation import parse_style
 
     for text in SWAPS[rule.style.word]:
         style = parse_style(text)

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import MeshSpec, ParallelizeError
-from parallelize.analysis.record.fake_world import fake_mesh
+from parallelize.base.terminal.console import MISTAKE
 from parallelize.cli import main
-from parallelize.terminal.console import MISTAKE
+from parallelize.tools.analysis.record.fake_world import fake_mesh
 
 WIDTH = 8
 RULES = {"up": "colwise", "down": "rowwise"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallelize.layout import even_interval
+from parallelize.base.layout import even_interval
 from tests.support import device
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from parallelize.verification.threads import run_ranks
+from parallelize.tools.verification.threads import run_ranks
 
 __all__ = ["run_ranks"]

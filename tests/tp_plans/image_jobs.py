@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from parallelize import build_mesh, parallelize_module, shard_data
-from parallelize.models.example_inputs import inputs_of
-from parallelize.verification.precision import InFloat64
-from tests.pipeline.pipeline_jobs import full_value
+from parallelize.plan.models.example_inputs import inputs_of
+from parallelize.tools.verification.precision import InFloat64
+from tests.axes.pipeline.pipeline_jobs import full_value
 from tests.support import device
 from tests.support.models import perturb, shipped_source
 from tests.support.parity import worst

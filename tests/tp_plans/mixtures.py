@@ -21,7 +21,7 @@ from torch import nn
 
 from parallelize import ParallelizeError, build_mesh, full_gradients, parallelize_module
 from parallelize.plan.choose import choose_plan
-from parallelize.verification.precision import InFloat64
+from parallelize.tools.verification.precision import InFloat64
 from tests.support.models import COMMON, MIXTURES, choose_unevenly, perturb, tiny_batch
 from tests.support.parity import worst
 from tests.support.threads import run_ranks

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parallelize import build_mesh, load_pretrained, parallelize_module
-from parallelize.randomness.init.initialize import build_on_meta
+from parallelize.state.randomness.init.initialize import build_on_meta
 from tests.support.parity import worst
 
 SENTENCES = [

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from parallelize import MeshSpec, ModelError, PlanError
-from parallelize.errors import Problem
-from parallelize.models.model_source import read_model
+from parallelize.base.errors import Problem
 from parallelize.plan.choose import shipped_plan_of
 from parallelize.plan.model_facts import ModelFacts, describe
+from parallelize.plan.models.model_source import read_model
 from parallelize.plan.options import Options
 from parallelize.plan.plan_file import read_plan, shipped_plans
 from parallelize.plan.resolve import resolve

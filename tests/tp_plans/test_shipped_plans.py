@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from parallelize import MeshSpec, PlanError
-from parallelize.derivation.proof import provable, prove
-from parallelize.models.example_inputs import inputs_of
 from parallelize.plan.choose import shipped_plan_of
 from parallelize.plan.model_facts import describe
+from parallelize.plan.models.example_inputs import inputs_of
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
-from parallelize.verification.verify import verify
+from parallelize.tools.derivation.proof import provable, prove
+from parallelize.tools.verification.verify import verify
 from tests.support.models import SHIPPED, shipped_source
 from tests.support.refused import refused
 

@@ -13,15 +13,15 @@ import torch
 import transformers
 
 from parallelize import MeshSpec
-from parallelize.derivation.proof import provable, prove
-from parallelize.models.dropout_rates import without_dropout
-from parallelize.models.example_inputs import inputs_of
-from parallelize.models.model_source import ModelSource
-from parallelize.models.transformers_models import maker_of
 from parallelize.plan.choose import shipped_plan_of
 from parallelize.plan.model_facts import describe
+from parallelize.plan.models.dropout_rates import without_dropout
+from parallelize.plan.models.example_inputs import inputs_of
+from parallelize.plan.models.model_source import ModelSource
+from parallelize.plan.models.transformers_models import maker_of
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
+from parallelize.tools.derivation.proof import provable, prove
 from tests.support.models import COMMON, FAMILIES, MIXTURES, SHIPPED
 
 _EIGHT = """num_attention_heads num_key_value_heads n_head num_heads n_heads encoder_attention_heads decoder_attention_heads

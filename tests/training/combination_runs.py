@@ -24,9 +24,9 @@ from parallelize import (
     split_sequence,
     token_log_probs,
 )
-from parallelize.errors import ParallelizeError
-from parallelize.loop.clip import clip_grad_norm_
-from tests.pipeline.pipeline_jobs import full_value
+from parallelize.base.errors import ParallelizeError
+from parallelize.state.loop.clip import clip_grad_norm_
+from tests.axes.pipeline.pipeline_jobs import full_value
 from tests.support.context import softmax_in_float64
 from tests.support.models import tiny_model
 from tests.training.combinations import Combination, draw

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize import build_mesh
-from parallelize.errors import ParallelizeError
+from parallelize.axes.zero.optimizer import build_optimizer
+from parallelize.axes.zero.shard_data import shard_data
+from parallelize.base.errors import ParallelizeError
 from parallelize.plan.schema import Cuts
-from parallelize.training import parallelize_model
-from parallelize.zero.optimizer import build_optimizer
-from parallelize.zero.shard_data import shard_data
-from tests.pipeline.behavior_jobs import BLOCKS, FailingBlock
-from tests.pipeline.pipeline_jobs import build, full_value, reference
+from parallelize.training.parallelize_model import parallelize_model
+from tests.axes.pipeline.behavior_jobs import BLOCKS, FailingBlock
+from tests.axes.pipeline.pipeline_jobs import build, full_value, reference
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
 

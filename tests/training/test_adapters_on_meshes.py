@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from parallelize import build_mesh, full_state_dict, install_dropout, parallelize_model
+from tests.axes.tensor.install.adapted_models import adapted_model
 from tests.support.models import FAMILIES, tiny_batch
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
-from tests.tensor.install.adapted_models import adapted_model
 
 pytest.importorskip("peft")
 

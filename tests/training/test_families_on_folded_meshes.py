@@ -10,7 +10,7 @@ import transformers
 
 from parallelize import build_mesh, build_on_meta, parallelize_model
 from parallelize.plan.choose import choose_plan
-from tests.pipeline.pipeline_jobs import full_value
+from tests.axes.pipeline.pipeline_jobs import full_value
 from tests.support.models import COMMON, MIXTURES, tiny_batch, tiny_model
 from tests.support.threads import run_ranks
 from tests.training.test_folded_experts import check, rows_of

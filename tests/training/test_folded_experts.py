@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallelize import build_mesh, parallelize_model
-from tests.pipeline.pipeline_jobs import full_value
+from tests.axes.pipeline.pipeline_jobs import full_value
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
 from tests.support.threads import run_ranks

@@ -20,8 +20,8 @@ from parallelize import (
     save_pretrained,
     shard_info,
 )
-from parallelize.applied.records import record_of
-from parallelize.applied.stored_slices import stored_parameters
+from parallelize.state.records import record_of
+from parallelize.state.stored_slices import stored_parameters
 from tests.support.models import tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from parallelize import Checkpointer, build_mesh, full_state_dict, parallelize_model
-from parallelize.errors import ModelError
-from parallelize.zero.buckets import to_local
+from parallelize.axes.zero.buckets import to_local
+from parallelize.base.errors import ModelError
+from tests.axes.tensor.install.adapted_models import config, move
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
-from tests.tensor.install.adapted_models import config, move
 
 peft = pytest.importorskip("peft")
 

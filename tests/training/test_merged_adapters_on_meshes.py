@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from parallelize import build_mesh, parallelize_model
-from parallelize.errors import ModelError
+from parallelize.base.errors import ModelError
+from tests.axes.tensor.install.adapted_models import config
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
-from tests.tensor.install.adapted_models import config
 
 peft = pytest.importorskip("peft")
 peft_layers = pytest.importorskip("peft.tuners.lora.layer")

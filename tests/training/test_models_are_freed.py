@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallelize import explain, parallelize_model, parallelize_module
-from parallelize.errors import ModelError
+from parallelize.base.errors import ModelError
 from tests.support.models import tiny_model
 from tests.support.refused import refused, small_mesh
 

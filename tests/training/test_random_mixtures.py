@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallelize.errors import ParallelizeError
-from parallelize.mesh import MeshSpec, possible_expert_ranks
+from parallelize.base.errors import ParallelizeError
+from parallelize.base.mesh import MeshSpec, possible_expert_ranks
 from parallelize.plan.stage_ranks import SCHEDULES
 from tests.support.models import COMMON, MIXTURES, tiny_model
 from tests.training.test_folded_experts import check

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.pipeline import pipeline_jobs as jobs
+from tests.axes.pipeline import pipeline_jobs as jobs
 
 pytestmark = pytest.mark.processes
 

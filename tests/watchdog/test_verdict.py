@@ -7,8 +7,8 @@ import os
 
 import pytest
 
+from parallelize.base.errors import ParallelizeError
 from parallelize.cli import main
-from parallelize.errors import ParallelizeError
 from parallelize.watchdog.report_file import crash_file, read_states, write_state
 from parallelize.watchdog.verdict import blame, call_text, judge
 from tests.support.refused import refused

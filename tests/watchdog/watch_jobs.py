@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from parallelize import build_mesh, parallelize_module, watch
-from parallelize.errors import HandshakeError
+from parallelize.base.errors import HandshakeError
 from tests.support.models import tiny_batch, tiny_model
 
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.applied.fsdp_shards import reshard_units
-from parallelize.applied.many_objects import without_cycles
+from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, did_you_mean
 from parallelize.checkpoint.export.changed_tensors import Digests, changed_names, digests_of
 from parallelize.checkpoint.export.exchange import Receivers
 from parallelize.checkpoint.export.iteration import BucketIterator
@@ -43,7 +42,8 @@ from parallelize.checkpoint.run.local_tensors import model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.meshes import mesh_spec
-from parallelize.errors import CheckpointError, ParallelizeError, Problem, did_you_mean
+from parallelize.state.fsdp_shards import reshard_units
+from parallelize.state.many_objects import without_cycles
 
 T = torch.Tensor
 NAMES = ("hf", "model")

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from parallelize.checkpoint.format.boxes import Box
+from parallelize.base.files.boxes import Box
+from parallelize.base.torch_private import torch_tensors as private
 from parallelize.checkpoint.hub.tensor_messages import OwnedBoxes, StridedRegion, TensorMessage
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
-from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 Values = dict[str, T]

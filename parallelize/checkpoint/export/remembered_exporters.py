@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-from parallelize.applied.records import applied, mark_applied
 from parallelize.checkpoint.run.rank_sync import RankSync
+from parallelize.state.records import applied, mark_applied
 
 _MOST = 4
 Settings = tuple[Any, ...]

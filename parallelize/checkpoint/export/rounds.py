@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallelize.errors import CheckpointError, Problem, short_list
-from parallelize.torch_private import torch_groups as private_groups
+from parallelize.base.errors import CheckpointError, Problem, short_list
+from parallelize.base.torch_private import torch_groups as private_groups
 
 _SLICE_S = 0.5
 """A wait for the store locks it against other threads, such as the watchdog of NCCL, so that it is split into short ones."""

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from parallelize.checkpoint.format.boxes import full_box, shape_of, volume
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.boxes import full_box, shape_of, volume
 from parallelize.checkpoint.format.dtypes import SIZES
 from parallelize.checkpoint.format.host_memory import torch_dtype
 from parallelize.checkpoint.hub.file_shards import HubTensor
 from parallelize.checkpoint.hub.tensor_messages import StridedRegion, TensorMessage, contiguous_region
-from parallelize.errors import CheckpointError, Problem
 
 T = torch.Tensor
 SourceOf = Callable[[TensorMessage], StridedRegion | None]

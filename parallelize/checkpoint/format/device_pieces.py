@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from parallelize.checkpoint.format.boxes import Box, shape_of
+from parallelize.base.files.boxes import Box, shape_of
 from parallelize.checkpoint.format.digests import BLOCK_BYTES
 from parallelize.checkpoint.format.host_memory import bytes_of
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from parallelize.checkpoint.format.strict_json import read_json, write_json
-from parallelize.errors import CheckpointError, Problem
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.strict_json import read_json, write_json
 
 BLOCK_BYTES = 4 << 20
 DIGEST_BYTES = 16

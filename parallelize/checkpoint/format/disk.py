@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from parallelize.errors import CheckpointError, Problem
+from parallelize.base.errors import CheckpointError, Problem
 
 
 @contextmanager

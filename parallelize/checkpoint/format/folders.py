@@ -18,10 +18,10 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from parallelize.base.errors import CheckpointError, Problem, short_list
+from parallelize.base.files.paths import read_small
 from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.format.manifest import NAME
-from parallelize.checkpoint.format.paths import read_small
-from parallelize.errors import CheckpointError, Problem, short_list
 
 LATEST = "latest"
 _PUBLISHED = re.compile(r"step-(\d{8,18})")

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallelize.base.errors import CheckpointError, Problem, short_list
 from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.format.manifest import NAME, Manifest, read_manifest
 from parallelize.checkpoint.format.saving_nodes import check_files, saving_nodes
-from parallelize.errors import CheckpointError, Problem, short_list
 
 Source = str | os.PathLike | Sequence[str | os.PathLike]
 """The folder of a run or of a step; or several, one of each node."""

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.strict_json import read_json, write_json
 from parallelize.checkpoint.format.dtypes import SIZES
-from parallelize.checkpoint.format.strict_json import read_json, write_json
-from parallelize.errors import CheckpointError, Problem
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 METADATA = "__metadata__"

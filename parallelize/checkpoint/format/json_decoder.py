@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from parallelize.errors import CheckpointError, Problem
+from parallelize.base.errors import CheckpointError, Problem
 
 TensorSource = Callable[[str], torch.Tensor]
 """Key of a stored tensor -> the tensor. Raises KeyError for an unknown key."""

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from parallelize.base.errors import CheckpointError, Problem
 from parallelize.checkpoint.format.json_decoder import (
     FACTORIES,
     MAX_DEPTH,
@@ -34,7 +35,6 @@ from parallelize.checkpoint.format.json_decoder import (
     TensorSource,
     decode,
 )
-from parallelize.errors import CheckpointError, Problem
 
 __all__ = ["TensorSink", "TensorSource", "decode", "encode"]
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallelize.checkpoint.format.boxes import Box, contains, full_box, overlapping, volume
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.boxes import Box, contains, full_box, overlapping, volume
+from parallelize.base.files.paths import check_name, open_file, read_small
+from parallelize.base.files.strict_json import read_json, write_json
 from parallelize.checkpoint.format.digests import DIGEST_BYTES, digest_of
 from parallelize.checkpoint.format.dtypes import SIZES
 from parallelize.checkpoint.format.header import FileInfo
-from parallelize.checkpoint.format.paths import check_name, open_file, read_small
-from parallelize.checkpoint.format.strict_json import read_json, write_json
-from parallelize.errors import CheckpointError, Problem
 
 NAME = "manifest.json"
 FORMAT, VERSION = "parallelize-checkpoint", 1

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from parallelize.base.errors import CheckpointError, Problem, short_list
 from parallelize.checkpoint.format.folders import rank_file
 from parallelize.checkpoint.format.manifest import Manifest
-from parallelize.errors import CheckpointError, Problem, short_list
 
 KEY = "nodes"
 """The key in `about` of a manifest."""

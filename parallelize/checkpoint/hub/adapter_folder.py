@@ -18,12 +18,12 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize.applied.fsdp_shards import reshard_units
-from parallelize.applied.records import mesh_of
+from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
-from parallelize.errors import CheckpointError, ParallelizeError, Problem
 from parallelize.plan.adapters import is_adapter_parameter
+from parallelize.state.fsdp_shards import reshard_units
+from parallelize.state.records import mesh_of
 
 T = torch.Tensor
 

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from parallelize.checkpoint.format.paths import read_small
-from parallelize.checkpoint.format.strict_json import read_json
-from parallelize.errors import CheckpointError, Problem
-from parallelize.models.config_file import MAX_BYTES
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.paths import read_small
+from parallelize.base.files.strict_json import read_json
+from parallelize.plan.models.config_file import MAX_BYTES
 
 
 def read_hub_config(folder: Path) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.applied.local_config import full_config
-from parallelize.applied.stock_class import class_of
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.paths import copy_file, open_file
 from parallelize.checkpoint.format import disk
-from parallelize.checkpoint.format.paths import copy_file, open_file
-from parallelize.errors import CheckpointError, Problem
+from parallelize.state.local_config import full_config
+from parallelize.state.stock_class import class_of
 
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 _CONFIG, _GENERATION = "config.json", "generation_config.json"

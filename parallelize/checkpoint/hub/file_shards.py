@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from parallelize.checkpoint.format.boxes import Part, full_box, volume
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.boxes import Part, full_box, volume
 from parallelize.checkpoint.format.dtypes import SIZES
-from parallelize.errors import CheckpointError, Problem
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _UNITS = {

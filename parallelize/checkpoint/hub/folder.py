@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from parallelize.checkpoint.format.boxes import Box, full_box, slices_of
+from parallelize.base.errors import CheckpointError, Problem, short_list
+from parallelize.base.files.boxes import Box, full_box, slices_of
+from parallelize.base.files.paths import check_name, open_file, read_small
+from parallelize.base.files.strict_json import read_json
 from parallelize.checkpoint.format.host_memory import code_of, empty, torch_dtype
-from parallelize.checkpoint.format.paths import check_name, open_file, read_small
 from parallelize.checkpoint.format.reader import Buffers, TensorFile
-from parallelize.checkpoint.format.strict_json import read_json
 from parallelize.checkpoint.hub.config_json import read_hub_config
 from parallelize.checkpoint.hub.file_shards import INDEX, SINGLE
-from parallelize.errors import CheckpointError, Problem, short_list
 
 T = torch.Tensor
 _FIX = "the files do not belong together: copy or download them again"

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.checkpoint.format.boxes import Part
+from parallelize.base.errors import CheckpointError, Problem, short_list
+from parallelize.base.files.boxes import Part
 from parallelize.checkpoint.hub.traced import Traced, named
-from parallelize.errors import CheckpointError, Problem, short_list
 
 Shape = tuple[int, ...]
 _FIX = "load and save this model with transformers, or save the model's own names"

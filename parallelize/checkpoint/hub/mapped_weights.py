@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallelize.applied.stored_slices import named_once
-from parallelize.checkpoint.format.boxes import Box
+from parallelize.axes.zero.buckets import to_local
+from parallelize.axes.zero.shard_data import data_of
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.boxes import Box
 from parallelize.checkpoint.format.host_memory import Arena, torch_dtype
 from parallelize.checkpoint.hub.folder import HubFolder
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
 from parallelize.checkpoint.run.meta_model import move_to_arena, place
-from parallelize.errors import CheckpointError, Problem
-from parallelize.zero.buckets import to_local
-from parallelize.zero.shard_data import data_of
+from parallelize.state.stored_slices import named_once
 
 T = torch.Tensor
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from parallelize.applied.stock_class import stock_classes
-from parallelize.checkpoint.format.boxes import Part, full_part
+from parallelize.base.errors import CheckpointError, Problem, near, short_list
+from parallelize.base.files.boxes import Part, full_part
 from parallelize.checkpoint.hub.hf_conversions import (
     ConvertedCheckpoint,
     ConvertedTensor,
@@ -24,7 +24,7 @@ from parallelize.checkpoint.hub.hf_conversions import (
     revert,
 )
 from parallelize.checkpoint.hub.traced import named
-from parallelize.errors import CheckpointError, Problem, near, short_list
+from parallelize.state.stock_class import stock_classes
 
 _MAX_CANDIDATES = 200
 """Among more names than this, similar names are searched only among those with the same numbers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parallelize.checkpoint.format.boxes import Part
+from parallelize.base.files.boxes import Part
 
 T = torch.Tensor
 

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.applied.fsdp_shards import reshard_units
-from parallelize.applied.many_objects import without_cycles
-from parallelize.applied.stored_slices import named_once
-from parallelize.checkpoint.format.boxes import (
+from parallelize.base.errors import CheckpointError, Problem, short_list
+from parallelize.base.files.boxes import (
     Box,
     box_of,
     intersection,
@@ -24,6 +22,7 @@ from parallelize.checkpoint.format.boxes import (
     starts,
     volume,
 )
+from parallelize.base.terminal.progress_line import Progress
 from parallelize.checkpoint.format.host_memory import Arena, torch_dtype
 from parallelize.checkpoint.hub.adapted_models import (
     StockNames,
@@ -47,8 +46,9 @@ from parallelize.checkpoint.run.fill_tensors import allocate_local
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, model_on_mesh, targets
 from parallelize.checkpoint.run.meta_model import MetaModel
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
-from parallelize.errors import CheckpointError, Problem, short_list
-from parallelize.terminal.progress_line import Progress
+from parallelize.state.fsdp_shards import reshard_units
+from parallelize.state.many_objects import without_cycles
+from parallelize.state.stored_slices import named_once
 
 T = torch.Tensor
 Rebuild = Mapping[str, Callable[[], T]]

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from parallelize.checkpoint.format.boxes import (
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.boxes import (
     Box,
     box_of,
     intersection,
@@ -27,11 +28,10 @@ from parallelize.checkpoint.hub.folder import HubFolder
 from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, TensorSources
 from parallelize.checkpoint.hub.part_views import in_source_order
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
-from parallelize.errors import CheckpointError, Problem
 from parallelize.plan.block_formats import BlockFormat
-from parallelize.quantization.block_codes import quantize_rows
-from parallelize.quantization.quantized_experts import QuantizedExperts
-from parallelize.quantization.quantized_linear import QuantizedLinear
+from parallelize.state.quantization.block_codes import quantize_rows
+from parallelize.state.quantization.quantized_experts import QuantizedExperts
+from parallelize.state.quantization.quantized_linear import QuantizedLinear
 
 T = torch.Tensor
 PART_BYTES = 1 << 20

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from parallelize.checkpoint.format.boxes import Part
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.boxes import Part
 from parallelize.checkpoint.hub.adapted_models import stock_name
 from parallelize.checkpoint.hub.names import ModelTensor, Shape, parts_to_save
-from parallelize.errors import CheckpointError, Problem
 from parallelize.plan.adapters import BASE, COPIES, ORIGINAL, TOKENS, is_adapter_parameter, peft_prefix
 from parallelize.plan.learned_prompts import PROMPTS
 from parallelize.plan.model_facts import describe

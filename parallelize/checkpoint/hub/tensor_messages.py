@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallelize.checkpoint.format.boxes import (
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.boxes import (
     Box,
     Part,
     full_part,
@@ -28,7 +29,6 @@ from parallelize.checkpoint.hub.names import ModelTensor
 from parallelize.checkpoint.hub.pretrained import fqn_of
 from parallelize.checkpoint.hub.saved_adapters import stock_parts_to_save
 from parallelize.checkpoint.run.local_tensors import BoxToWrite, ModelOnMesh, parameters
-from parallelize.errors import CheckpointError, Problem
 
 T = torch.Tensor
 

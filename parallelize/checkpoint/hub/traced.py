@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from parallelize.checkpoint.format.boxes import Part, full_part
-from parallelize.torch_private.torch_tensors import tree_leaves, tree_map, written_tensors
+from parallelize.base.files.boxes import Part, full_part
+from parallelize.base.torch_private.torch_tensors import tree_leaves, tree_map, written_tensors
 
 aten = torch.ops.aten
 

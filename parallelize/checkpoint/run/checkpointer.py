@@ -16,6 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from parallelize.axes.pipeline.ties import ties_of
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.terminal.progress_line import Progress
 from parallelize.checkpoint.format.manifest import Manifest, read_manifest
 from parallelize.checkpoint.format.saving_nodes import KEY as NODES
 from parallelize.checkpoint.run.load import Loading, LoadOptions, load_run
@@ -30,13 +33,10 @@ from parallelize.checkpoint.run.save_time import expected_save_s
 from parallelize.checkpoint.run.snapshot import Snapshot, Staging, take
 from parallelize.checkpoint.run.stop_signals import SIGNALS
 from parallelize.checkpoint.run.stopping import Stopping
-from parallelize.errors import CheckpointError, Problem
-from parallelize.pipeline.ties import ties_of
-from parallelize.randomness.streams import Streams
-from parallelize.terminal.progress_line import Progress
+from parallelize.state.randomness.streams import Streams
 
 if TYPE_CHECKING:
-    from parallelize.pipeline.parallel_model import ParallelModel
+    from parallelize.axes.pipeline.parallel_model import ParallelModel
 
 Named = Mapping[str, Any] | Any | None
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from parallelize.applied.stored_slices import StoredTensor
-from parallelize.checkpoint.format.boxes import (
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.boxes import (
     Box,
     box_of,
     full_box,
@@ -31,7 +31,7 @@ from parallelize.checkpoint.format.header import TensorEntry
 from parallelize.checkpoint.format.host_memory import Arena, empty, torch_dtype
 from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor
 from parallelize.checkpoint.format.reader import Buffers, TensorFile
-from parallelize.errors import CheckpointError, Problem
+from parallelize.state.stored_slices import StoredTensor
 
 T = torch.Tensor
 _MAX_OPEN_FILES = 128

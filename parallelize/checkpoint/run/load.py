@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from parallelize.applied.fsdp_shards import reshard_units
+from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, near, short_list
 from parallelize.checkpoint.format.dtypes import is_lossy
 from parallelize.checkpoint.format.host_memory import torch_dtype
 from parallelize.checkpoint.format.json_decoder import decode
@@ -33,7 +33,7 @@ from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error,
 from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.scheduler_state import check_scheduler, load_scheduler
 from parallelize.checkpoint.run.transfer import Transfer
-from parallelize.errors import CheckpointError, ParallelizeError, Problem, near, short_list
+from parallelize.state.fsdp_shards import reshard_units
 
 T = torch.Tensor
 

@@ -11,16 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from parallelize.base.errors import CheckpointError
 from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.run.load import LoadOptions, load_run
 from parallelize.checkpoint.run.local_tensors import model_on_mesh
 from parallelize.checkpoint.run.node_files import choose_step
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync
 from parallelize.checkpoint.run.run_contents import run_of
-from parallelize.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from parallelize.pipeline.parallel_model import ParallelModel
+    from parallelize.axes.pipeline.parallel_model import ParallelModel
 
 Named = Mapping[str, Any] | Any | None
 

@@ -18,16 +18,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from parallelize.applied.master_weights import master_weights
-from parallelize.applied.records import cut_of, mesh_of, record_of
-from parallelize.applied.stored_slices import StoredSlices, StoredTensor, named_once
-from parallelize.checkpoint.format.boxes import Box, box_of
+from parallelize.axes.zero.shard_data import data_of
+from parallelize.base.errors import CheckpointError, ModelError, Problem
+from parallelize.base.files.boxes import Box, box_of
+from parallelize.base.layout import even_interval, replicated
+from parallelize.base.mesh import EXPERT_AXES, MeshSpec, folded_coordinates
 from parallelize.checkpoint.format.host_memory import code_of
 from parallelize.comm.meshes import mesh_spec
-from parallelize.errors import CheckpointError, ModelError, Problem
-from parallelize.layout import even_interval, replicated
-from parallelize.mesh import EXPERT_AXES, MeshSpec, folded_coordinates
-from parallelize.zero.shard_data import data_of
+from parallelize.state.master_weights import master_weights
+from parallelize.state.records import cut_of, mesh_of, record_of
+from parallelize.state.stored_slices import StoredSlices, StoredTensor, named_once
 
 T = torch.Tensor
 SPLIT_BYTES = 4 << 20

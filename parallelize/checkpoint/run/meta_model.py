@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize.applied.meta_buffers import Rebuild, allocate
-from parallelize.applied.stored_slices import named_once
+from parallelize.axes.zero.buckets import to_local
+from parallelize.axes.zero.shard_data import data_of
+from parallelize.base.torch_private import torch_tensors as private
 from parallelize.checkpoint.format.host_memory import Arena
 from parallelize.checkpoint.run.fill_tensors import clear_padding
 from parallelize.checkpoint.run.local_tensors import LocalTensor
-from parallelize.torch_private import torch_tensors as private
-from parallelize.zero.buckets import to_local
-from parallelize.zero.shard_data import data_of
+from parallelize.state.meta_buffers import Rebuild, allocate
+from parallelize.state.stored_slices import named_once
 
 
 class MetaModel:

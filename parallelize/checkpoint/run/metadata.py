@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from parallelize import __version__
-from parallelize.applied.local_config import full_config
-from parallelize.applied.records import record_of, resolution_of
-from parallelize.applied.stock_class import class_of
+from parallelize.axes.zero.shard_data import data_of
+from parallelize.base.errors import ParallelizeError
+from parallelize.base.mesh import MeshSpec
 from parallelize.checkpoint.run.load import mesh_of
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
-from parallelize.errors import ParallelizeError
-from parallelize.mesh import MeshSpec
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
 from parallelize.plan.resolve import resolve
-from parallelize.zero.shard_data import data_of
+from parallelize.state.local_config import full_config
+from parallelize.state.records import record_of, resolution_of
+from parallelize.state.stock_class import class_of
 
 
 def run_metadata(on_mesh: ModelOnMesh) -> dict[str, Any]:

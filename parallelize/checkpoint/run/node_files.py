@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
+from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, short_list
+from parallelize.base.files.boxes import full_box, shape_of, slices_of
+from parallelize.base.files.paths import read_small
 from parallelize.checkpoint.format import folders
-from parallelize.checkpoint.format.boxes import full_box, shape_of, slices_of
 from parallelize.checkpoint.format.host_memory import empty, torch_dtype
 from parallelize.checkpoint.format.json_decoder import stored_keys
 from parallelize.checkpoint.format.manifest import NAME, Manifest, manifest_from, read_manifest
-from parallelize.checkpoint.format.paths import read_small
 from parallelize.checkpoint.format.saving_nodes import check_files
 from parallelize.checkpoint.run.fill_tensors import Files, ReadJob, prepare_jobs
 from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error, ranks_by_value
 from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.transfer import Transfer
-from parallelize.errors import CheckpointError, ParallelizeError, Problem, short_list
 
 T = torch.Tensor
 _FIX = (

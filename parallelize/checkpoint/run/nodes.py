@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error
-from parallelize.errors import CheckpointError, ParallelizeError, Problem
 
 
 @dataclass(frozen=True)

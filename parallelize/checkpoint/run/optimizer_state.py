@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from parallelize.applied.stored_slices import StoredSlices, named_once
+from parallelize.axes.zero.buckets import to_local
+from parallelize.axes.zero.shard_data import data_of
+from parallelize.base.errors import CheckpointError, Problem, short_list
 from parallelize.checkpoint.format.json_encoder import TensorSink, encode
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
 from parallelize.checkpoint.run.scheduler_state import describe_optimizer_class
-from parallelize.errors import CheckpointError, Problem, short_list
-from parallelize.zero.buckets import to_local
-from parallelize.zero.shard_data import data_of
+from parallelize.state.stored_slices import StoredSlices, named_once
 
 T = torch.Tensor
 OWN_OPTIONS = ("capturable", "differentiable", "foreach", "fused")

@@ -14,11 +14,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from parallelize.base.errors import CheckpointError
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.format.manifest import read_digest
 from parallelize.checkpoint.run.nodes import Nodes, own_error
 from parallelize.checkpoint.run.rank_sync import RankSync
-from parallelize.errors import CheckpointError
 
 
 def publish_on_nodes(root: Path, writing: Path, step: int, manifest: bytes, sync: RankSync, nodes: Nodes) -> None:

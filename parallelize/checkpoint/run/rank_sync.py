@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, short_list
+from parallelize.base.files.strict_json import read_json, write_json
+from parallelize.base.mesh import short_name
+from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.checkpoint.format.host_memory import bytes_of
-from parallelize.checkpoint.format.strict_json import read_json, write_json
-from parallelize.errors import CheckpointError, ParallelizeError, Problem, short_list
-from parallelize.mesh import short_name
-from parallelize.torch_private import torch_groups as private_groups
 
 TIMEOUT_S = 1800.0
 _SHORT_BYTES = 4096

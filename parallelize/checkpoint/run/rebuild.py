@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from parallelize.applied.stored_slices import named_once
+from parallelize.axes.zero.optimizer import build_optimizer
+from parallelize.base.errors import CheckpointError, Problem
 from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.format.json_decoder import decode
 from parallelize.checkpoint.format.manifest import read_manifest
@@ -23,8 +24,7 @@ from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.node_files import choose_step, shared_manifest
 from parallelize.checkpoint.run.rank_sync import RankSync
 from parallelize.checkpoint.run.scheduler_state import build_scheduler, check_buildable, optimizer_class
-from parallelize.errors import CheckpointError, Problem
-from parallelize.zero.optimizer import build_optimizer
+from parallelize.state.stored_slices import named_once
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from parallelize.axes.pipeline.parallel_model import ParallelModel
+from parallelize.base.errors import CheckpointError, Problem
 from parallelize.checkpoint.run.local_tensors import bare
-from parallelize.errors import CheckpointError, Problem
-from parallelize.pipeline.parallel_model import ParallelModel
-from parallelize.randomness.streams import Streams
+from parallelize.state.randomness.streams import Streams
 
 
 @dataclass

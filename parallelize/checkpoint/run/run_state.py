@@ -13,18 +13,18 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from parallelize.applied.stored_slices import data_rank
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.strict_json import write_json
+from parallelize.base.mesh import DATA_AXES, SAMPLE_AXES
 from parallelize.checkpoint.format.digests import digest_of
 from parallelize.checkpoint.format.host_memory import bytes_of
 from parallelize.checkpoint.format.json_decoder import decode
 from parallelize.checkpoint.format.json_encoder import TensorSink, TensorSource, encode
-from parallelize.checkpoint.format.strict_json import write_json
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
-from parallelize.errors import CheckpointError, Problem
-from parallelize.mesh import DATA_AXES, SAMPLE_AXES
-from parallelize.randomness.dropout.draw_hooks import draw_clock
-from parallelize.randomness.generators import random_state, seed_generators, set_random_state
-from parallelize.randomness.streams import Streams
+from parallelize.state.randomness.dropout.draw_hooks import draw_clock
+from parallelize.state.randomness.generators import random_state, seed_generators, set_random_state
+from parallelize.state.randomness.streams import Streams
+from parallelize.state.stored_slices import data_rank
 
 
 def collect_position(on_mesh: ModelOnMesh, pipeline: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
 from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.format.header import FileInfo
 from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor, check_tensors
@@ -29,7 +30,6 @@ from parallelize.checkpoint.run.rank_sync import (
     ranks_by_value,
 )
 from parallelize.checkpoint.run.snapshot import Snapshot
-from parallelize.errors import CheckpointError, ParallelizeError, Problem
 
 
 def write_snapshot(

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as stock
 from torch.optim.lr_scheduler import LRScheduler
 
+from parallelize.base.errors import CheckpointError, Problem
 from parallelize.checkpoint.format.json_encoder import decode, encode
-from parallelize.errors import CheckpointError, Problem
-from parallelize.optimizers.muon import Muon
+from parallelize.state.optimizers.muon import Muon
 
 Described = dict[str, Any]
 _FIELDS = {"class": dict, "state": dict, "schedulers": list, "functions": bool, "stepped": bool}

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parallelize.applied.fsdp_shards import reshard_units
-from parallelize.applied.stored_slices import StoredTensor
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.layout import replicated
 from parallelize.checkpoint.format.host_memory import Arena, code_of
 from parallelize.checkpoint.format.json_encoder import TensorSink, encode
 from parallelize.checkpoint.format.writer import TensorToWrite
@@ -22,8 +22,8 @@ from parallelize.checkpoint.run import optimizer_state, run_state
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, weights
 from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.scheduler_state import describe_scheduler
-from parallelize.errors import CheckpointError, Problem
-from parallelize.layout import replicated
+from parallelize.state.fsdp_shards import reshard_units
+from parallelize.state.stored_slices import StoredTensor
 
 T = torch.Tensor
 Table = dict[str, list[Any]]

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.base.errors import CheckpointError, Problem
 from parallelize.checkpoint.run.rank_sync import RankSync
-from parallelize.errors import CheckpointError, Problem
 
 WAITS_ABOVE_S = 0.25
 

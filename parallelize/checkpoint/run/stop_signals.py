@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from parallelize.errors import CheckpointError, Problem
+from parallelize.base.errors import CheckpointError, Problem
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_REQUEST_S = 2.0

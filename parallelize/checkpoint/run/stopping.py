@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.base.terminal.console import FINE, REQUEUE
 from parallelize.checkpoint.run.stop_agreement import StopAgreement
 from parallelize.checkpoint.run.stop_signals import SIGNALS, StopSignals
-from parallelize.terminal.console import FINE, REQUEUE
 
 _log = logging.getLogger("parallelize")
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from parallelize.checkpoint.format.boxes import Box, relative_to, shape_of, slices_of, starts, volume
+from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
+from parallelize.base.files.boxes import Box, relative_to, shape_of, slices_of, starts, volume
 from parallelize.checkpoint.format.dtypes import SIZES
 from parallelize.checkpoint.format.host_memory import Scratch, torch_dtype
 from parallelize.checkpoint.run.fill_tensors import Files, ReadJob
 from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error
-from parallelize.errors import CheckpointError, ParallelizeError, Problem
 
 T = torch.Tensor
 CHUNK_BYTES = 8 << 20

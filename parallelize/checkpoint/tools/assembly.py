@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from parallelize.checkpoint.format.boxes import Box, Part, intersection, relative_to, shape_of, slices_of, starts
+from parallelize.base.files.boxes import Box, Part, intersection, relative_to, shape_of, slices_of, starts
 from parallelize.checkpoint.format.host_memory import empty
 from parallelize.checkpoint.hub.part_views import in_source_order
 

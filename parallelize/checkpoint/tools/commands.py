@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallelize.errors import Problem, short_list
-from parallelize.terminal.console import (
+from parallelize.base.errors import Problem, short_list
+from parallelize.base.terminal.console import (
     FINE,
     PROBLEM_FOUND,
     add_json,
@@ -23,7 +23,7 @@ from parallelize.terminal.console import (
     show,
     shows_progress,
 )
-from parallelize.terminal.progress_line import Progress
+from parallelize.base.terminal.progress_line import Progress
 
 if TYPE_CHECKING:
     from parallelize.checkpoint.tools.file_check import CheckReport

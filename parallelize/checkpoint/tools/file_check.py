@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parallelize.checkpoint.format.boxes import shape_of
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.boxes import shape_of
 from parallelize.checkpoint.format.digests import BLOCK_BYTES, digest_of, read_digests
 from parallelize.checkpoint.format.gather import Source, gathered, sources_of, step_folders
 from parallelize.checkpoint.format.header import FileInfo, Header, TensorEntry, read_header
 from parallelize.checkpoint.format.manifest import NAME, Manifest, SavedSlice, SavedTensor
 from parallelize.checkpoint.hub.file_shards import INDEX
 from parallelize.checkpoint.tools.contents import is_hub_folder, opened, weight_files
-from parallelize.errors import CheckpointError, Problem
 
 SlicesByKey = dict[str, tuple[SavedTensor, SavedSlice]]
 """Key in a file -> the tensor and the slice of it that has this key."""

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.checkpoint.format.boxes import Box, Part, full_part, slices_of
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.boxes import Box, Part, full_part, slices_of
+from parallelize.base.mesh import MeshSpec
 from parallelize.checkpoint.format.host_memory import torch_dtype
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor
 from parallelize.checkpoint.hub.config_json import read_generation_config
@@ -37,8 +39,6 @@ from parallelize.checkpoint.tools.reshape import (
     target_shardings,
     write_run,
 )
-from parallelize.errors import CheckpointError, Problem
-from parallelize.mesh import MeshSpec
 
 T = torch.Tensor
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from parallelize.errors import CheckpointError, Problem
-from parallelize.models.config_limits import config_problems
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.plan.models.config_limits import config_problems
 
 _IMPLEMENTATION_KEYS = (
     "_attn_implementation",

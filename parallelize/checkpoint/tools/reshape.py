@@ -19,8 +19,11 @@ from pathlib import Path
 
 import torch
 
+from parallelize.base.errors import CheckpointError, MeshError, Problem, ShapeError, did_you_mean
+from parallelize.base.files.boxes import Box, box_of, shape_of, volume
+from parallelize.base.layout import Chunk, Layout, even_interval, packed, replicated
+from parallelize.base.mesh import AXES, MeshSpec
 from parallelize.checkpoint.format import disk, folders
-from parallelize.checkpoint.format.boxes import Box, box_of, shape_of, volume
 from parallelize.checkpoint.format.dtypes import SIZES
 from parallelize.checkpoint.format.gather import GatheredCheckpoint, Source, gather, sources_of
 from parallelize.checkpoint.format.host_memory import empty, torch_dtype
@@ -30,9 +33,6 @@ from parallelize.checkpoint.format.saving_nodes import KEY as NODES
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.run.fill_tensors import Files, read_box
 from parallelize.checkpoint.run.local_tensors import SPLIT_BYTES
-from parallelize.errors import CheckpointError, MeshError, Problem, ShapeError, did_you_mean
-from parallelize.layout import Chunk, Layout, even_interval, packed, replicated
-from parallelize.mesh import AXES, MeshSpec
 from parallelize.plan.stages import split_evenly
 
 T = torch.Tensor

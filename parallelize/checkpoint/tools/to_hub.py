@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from parallelize.base.errors import CheckpointError, Problem, did_you_mean, short_list
+from parallelize.base.files.boxes import Box, Part, full_box, full_part
 from parallelize.checkpoint.format import disk
-from parallelize.checkpoint.format.boxes import Box, Part, full_box, full_part
 from parallelize.checkpoint.format.dtypes import CODES, FLOATS, TORCH
 from parallelize.checkpoint.format.gather import Source, gather
 from parallelize.checkpoint.format.host_memory import torch_dtype
@@ -33,7 +34,6 @@ from parallelize.checkpoint.run.rank_sync import RankSync
 from parallelize.checkpoint.tools.assembly import ReadBox, assembled
 from parallelize.checkpoint.tools.model_class import class_name, model_on_meta
 from parallelize.checkpoint.tools.reshape import ByteCallback, check_target
-from parallelize.errors import CheckpointError, Problem, did_you_mean, short_list
 
 T = torch.Tensor
 

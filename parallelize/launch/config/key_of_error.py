@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from parallelize.errors import ParallelizeError, Problem
+from parallelize.base.errors import ParallelizeError, Problem
 from parallelize.launch.config.run_config import RunConfig
 
 _LABEL = "named by"

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from parallelize.errors import did_you_mean
+from parallelize.base.errors import did_you_mean
 
 _FORM = "package.module:function"
 _MADE_AT_IMPORT = ("__getattr__", "globals(", "vars(", "setattr(", "exec(", "sys.modules", "import *")

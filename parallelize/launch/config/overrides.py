@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from parallelize.errors import PlanError, Problem
+from parallelize.base.errors import PlanError, Problem
 from parallelize.launch.config.run_reader import RunReader
 from parallelize.plan.yaml_nodes import compose
 

@@ -9,15 +9,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallelize.analysis.cost.machine import load_machine
-from parallelize.errors import ModelError, ParallelizeError, Problem, did_you_mean
+from parallelize.base.errors import ModelError, ParallelizeError, Problem, did_you_mean
+from parallelize.base.mesh import SAMPLE_AXES
 from parallelize.launch.config.named_functions import wrong_function
 from parallelize.launch.config.resumed_keys import REFUSED, SECTIONS
 from parallelize.launch.config.run_config import SCHEMA_VERSION, RunConfig
-from parallelize.mesh import SAMPLE_AXES
 from parallelize.plan.block_formats import block_format
 from parallelize.plan.plan_file import load_plan
 from parallelize.plan.stage_ranks import microbatches_problem, schedule_name, stages_problem
+from parallelize.tools.analysis.cost.machine import load_machine
 
 
 @dataclass(frozen=True)

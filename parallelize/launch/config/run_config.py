@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallelize.mesh import SAMPLE_AXES, MeshSpec
+from parallelize.base.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.plan.options import Options
 
 SCHEMA_VERSION = 1

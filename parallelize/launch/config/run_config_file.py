@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
-from parallelize.checkpoint.format.paths import read_named
-from parallelize.errors import CheckpointError, LaunchError, ParallelizeError, PlanError, Problem
+from parallelize.base.errors import CheckpointError, LaunchError, ParallelizeError, PlanError, Problem
+from parallelize.base.files.paths import read_named
+from parallelize.base.mesh import MeshSpec
 from parallelize.launch.config.overrides import override
 from parallelize.launch.config.run_checks import CHECKS, Check, problems_of
 from parallelize.launch.config.run_config import ModelSection, RunConfig
 from parallelize.launch.config.run_reader import RunReader
-from parallelize.mesh import MeshSpec
 from parallelize.plan.options import AUTO_FLAGS, FLAGS, NAMES, NUMBERS, Options
 from parallelize.plan.yaml_nodes import MAX_BYTES, compose, is_nothing
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.plan.options import AUTO, AUTO_FLAGS, DTYPE_ALIASES, DTYPES, FLAGS, NAMES, NUMBERS, RECOMPUTE
-from parallelize.styles.contract import OVERLAPS
+from parallelize.plan.styles.contract import OVERLAPS
 
 MOST = 10**9 - 1  # `yaml_nodes.is_decimal` reads 9 digits
 FILE = Path(__file__).parent / "run.schema.json"

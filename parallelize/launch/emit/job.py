@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallelize.checkpoint.format.paths import read_small
-from parallelize.checkpoint.format.strict_json import read_json
-from parallelize.errors import CheckpointError, LaunchError, Problem
+from parallelize.base.errors import CheckpointError, LaunchError, Problem
+from parallelize.base.files.paths import read_small
+from parallelize.base.files.strict_json import read_json
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.environment.rank_map import RankMap, rank_map
 

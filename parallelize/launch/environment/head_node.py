@@ -6,7 +6,7 @@ import ipaddress
 import socket
 import time
 
-from parallelize.errors import LaunchError, Problem
+from parallelize.base.errors import LaunchError, Problem
 from parallelize.launch.environment.launcher import Launcher
 
 _EVERY_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from parallelize.errors import LaunchError, Problem
+from parallelize.base.errors import LaunchError, Problem
 
 _BRACKET = re.compile(r"([^\[\],]*)\[([^\]]*)\](.*)")
 MOST = 100_000

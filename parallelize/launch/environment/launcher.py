@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallelize.errors import LaunchError, Problem
+from parallelize.base.errors import LaunchError, Problem
 from parallelize.launch.environment.host_lists import expand_hosts
 
 FIRST_PORT, PORTS = 20_000, 20_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallelize.errors import LaunchError, Problem
-from parallelize.mesh import MeshSpec, folded, folding_order
+from parallelize.base.errors import LaunchError, Problem
+from parallelize.base.mesh import MeshSpec, folded, folding_order
 
 
 @dataclass(frozen=True)

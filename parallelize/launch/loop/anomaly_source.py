@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize.errors import ParallelizeError
-from parallelize.pipeline.parallel_model import ParallelModel
-from parallelize.torch_private.torch_tensors import plain_local, tree_leaves
+from parallelize.axes.pipeline.parallel_model import ParallelModel
+from parallelize.base.errors import ParallelizeError
+from parallelize.base.torch_private.torch_tensors import plain_local, tree_leaves
 
 
 @dataclass(frozen=True, order=True)

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.axes.pipeline.parallel_model import ParallelModel
+from parallelize.base.errors import DataError, ParallelizeError
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
 from parallelize.checkpoint.run.stopping import Stopping
-from parallelize.errors import DataError, ParallelizeError
 from parallelize.launch.config.key_of_error import naming
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.loop.anomalies import AnomalyWatch
@@ -30,12 +31,11 @@ from parallelize.launch.loop.train_loop import TrainLoop, is_first_rank
 from parallelize.launch.preflight.base_model import prepared_base
 from parallelize.launch.preflight.mesh_choice import ChosenMesh
 from parallelize.launch.preflight.prediction import Summary
-from parallelize.models.model_source import ModelSource, read_model
-from parallelize.models.transformers_models import class_of
 from parallelize.ops.matmul.calibrate import peak_flops
-from parallelize.pipeline.parallel_model import ParallelModel
-from parallelize.randomness.init.initialize import build_on_meta
-from parallelize.training import parallelize_model
+from parallelize.plan.models.model_source import ModelSource, read_model
+from parallelize.plan.models.transformers_models import class_of
+from parallelize.state.randomness.init.initialize import build_on_meta
+from parallelize.training.parallelize_model import parallelize_model
 
 
 @dataclass(frozen=True)

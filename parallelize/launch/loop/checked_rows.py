@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from parallelize.data.collate import collate_rows
-from parallelize.errors import DataError, Problem, short_list
+from parallelize.base.errors import DataError, Problem, short_list
+from parallelize.training.data.collate import collate_rows
 
 _FIX = 'data.function: rows such as {"input_ids": [...], "labels": [...]}, of lists or tensors: docs/data.md'
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from parallelize.data.global_batches import GlobalBatches
-from parallelize.errors import CheckpointError, LaunchError
+from parallelize.base.errors import CheckpointError, LaunchError
 from parallelize.launch.config.resumed_keys import may_differ
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.loop.resumed_run import ChangedKey, refuse_or_tell
+from parallelize.training.data.global_batches import GlobalBatches
 
 _SOURCES = ("text", "jsonl", "field", "function", "args", "tokenizer", "sequence")
 _STATES = "states"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from parallelize.base.torch_private import torch_tensors as private
 from parallelize.launch.loop.process_memory import used_bytes
 from parallelize.launch.preflight.prediction import Summary
-from parallelize.torch_private import torch_tensors as private
 
 _OF_CPU = ("DefaultCPUAllocator", "not enough memory")
 MOST = 20

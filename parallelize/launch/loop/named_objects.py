@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from parallelize.errors import LaunchError, Problem, did_you_mean
+from parallelize.base.errors import LaunchError, Problem, did_you_mean
 
 
 def object_of(text: str, default_module: str = "") -> Any:

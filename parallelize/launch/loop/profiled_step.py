@@ -19,9 +19,9 @@ from torch.autograd import DeviceType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from parallelize.base.torch_private import torch_groups as private_groups
+from parallelize.base.torch_private.torch_tensors import TorchDispatchMode
 from parallelize.comm.meshes import mesh_spec
-from parallelize.torch_private import torch_groups as private_groups
-from parallelize.torch_private.torch_tensors import TorchDispatchMode
 
 _MODULE = "module "
 _RECEIVES = "recv"  # they are posted before their sender has begun, so that their time is that of the sender

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from parallelize.axes.pipeline.parallel_model import ParallelModel
+from parallelize.base.errors import LaunchError, Problem
 from parallelize.checkpoint.format.manifest import Manifest
 from parallelize.checkpoint.run.metadata import model_metadata
-from parallelize.errors import LaunchError, Problem
 from parallelize.launch.config.resumed_keys import REFUSED, may_differ
 from parallelize.launch.config.run_config import ModelSection, RunConfig
 from parallelize.launch.preflight.base_model import adapters_of
-from parallelize.pipeline.parallel_model import ParallelModel
 from parallelize.plan.block_formats import block_format
 
 RECORD = "run"

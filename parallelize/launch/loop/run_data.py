@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from parallelize.data.global_batches import GlobalBatches
-from parallelize.data.iterable_batches import IterableBatches
-from parallelize.data.packing import PackedRows
-from parallelize.errors import DataError, Problem
+from parallelize.base.errors import DataError, Problem
 from parallelize.launch.config.run_config import DataSection, RunConfig
 from parallelize.launch.loop import token_files
 from parallelize.launch.loop.checked_rows import collate_or_error, known_values
 from parallelize.launch.loop.named_objects import object_of
+from parallelize.training.data.global_batches import GlobalBatches
+from parallelize.training.data.iterable_batches import IterableBatches
+from parallelize.training.data.packing import PackedRows
 
 Batch = dict[str, torch.Tensor]
 

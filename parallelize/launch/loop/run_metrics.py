@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parallelize.checkpoint.format.paths import read_small
+from parallelize.axes.tensor.experts.expert_load import EXPERT, RANK
+from parallelize.base.files.paths import read_small
 from parallelize.launch.config.run_config import MetricsSection, RunConfig
 from parallelize.launch.loop.profiled_step import ProfiledStep
 from parallelize.launch.loop.run_page import RunPage
-from parallelize.loop.loggers import ConsoleLogger, JSONLinesLogger, Loggers, TensorBoardLogger
-from parallelize.loop.wandb_logger import WandbLogger
-from parallelize.tensor.experts.expert_load import EXPERT, RANK
+from parallelize.state.loop.loggers import ConsoleLogger, JSONLinesLogger, Loggers, TensorBoardLogger
+from parallelize.state.loop.wandb_logger import WandbLogger
 
 _WANDB_ID = "wandb-run.txt"
 _PAGE_EVERY = 50

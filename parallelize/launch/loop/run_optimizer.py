@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from parallelize.errors import LaunchError, Problem, short_list
+from parallelize.axes.pipeline.parallel_model import ParallelModel
+from parallelize.base.errors import LaunchError, Problem, short_list
 from parallelize.launch.config.run_config import OptimizerSection, RunConfig, ScheduleSection
 from parallelize.launch.loop.named_objects import object_of
-from parallelize.pipeline.parallel_model import ParallelModel
 
 
 def optimizer_class(section: OptimizerSection) -> type[Optimizer]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from parallelize.analysis.show.canvas import WIDTH, axis_below, axis_left, box, line, picture, text_at, time_scale
-from parallelize.analysis.show.stylesheet import STYLE
 from parallelize.launch.loop.profiled_step import ProfiledStep
+from parallelize.tools.analysis.show.canvas import WIDTH, axis_below, axis_left, box, line, picture, text_at, time_scale
+from parallelize.tools.analysis.show.stylesheet import STYLE
 
 _HEIGHT, _LEFT, _TOP, _FLOOR = 220, 70, 24, 180
 _MOST_POINTS = 600

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from blake3 import blake3
 
+from parallelize.base.errors import DataError, ParallelizeError, Problem
+from parallelize.base.files.paths import read_small
+from parallelize.base.files.strict_json import read_json, write_json
 from parallelize.checkpoint.format import disk
-from parallelize.checkpoint.format.paths import read_small
-from parallelize.checkpoint.format.strict_json import read_json, write_json
-from parallelize.errors import DataError, ParallelizeError, Problem
 
 _CHUNK_TOKENS = 2**20
 Tokens = tuple[Any, torch.Tensor]

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from parallelize.axes.pipeline.parallel_model import ParallelModel
+from parallelize.axes.tensor.experts.expert_load import ExpertLoad
+from parallelize.base.errors import GradientError, Problem
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.stopping import Stopping
-from parallelize.errors import GradientError, Problem
 from parallelize.launch.config.key_of_error import naming
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.emit.job import save_time_file
@@ -27,9 +29,7 @@ from parallelize.launch.loop.resumed_run import differences_of, refuse_or_tell
 from parallelize.launch.loop.run_data import RunData
 from parallelize.launch.loop.run_metrics import RunMetrics
 from parallelize.launch.loop.run_optimizer import FileOptions
-from parallelize.pipeline.parallel_model import ParallelModel
-from parallelize.randomness.dropout.install import dropout_clock
-from parallelize.tensor.experts.expert_load import ExpertLoad
+from parallelize.state.randomness.dropout.install import dropout_clock
 
 Watching = Callable[[], AbstractContextManager[Any]]
 

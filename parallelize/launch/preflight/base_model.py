@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.base.errors import LaunchError, Problem
 from parallelize.checkpoint.hub.pretrained import load_pretrained
-from parallelize.errors import LaunchError, Problem
 from parallelize.launch.config.run_config import ModelSection, RunConfig
-from parallelize.models.model_source import ModelSource, read_model
 from parallelize.plan.block_formats import block_format
-from parallelize.quantization.quantize import quantize
+from parallelize.plan.models.model_source import ModelSource, read_model
+from parallelize.state.quantization.quantize import quantize
 
 
 def source_of_run(section: ModelSection) -> ModelSource:

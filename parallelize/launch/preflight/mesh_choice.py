@@ -9,13 +9,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parallelize.analysis.cost.machine import Machine
-from parallelize.analysis.fit import fit
-from parallelize.analysis.subject import Subject
-from parallelize.errors import LaunchError, ParallelizeError, Problem
+from parallelize.base.errors import LaunchError, ParallelizeError, Problem
+from parallelize.base.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.launch.config.run_config import RunConfig
-from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.plan.options import NAMES, Options
+from parallelize.tools.analysis.cost.machine import Machine
+from parallelize.tools.analysis.fit import fit
+from parallelize.tools.analysis.subject import Subject
 
 _OVER_TP = ("sequence_parallel", "loss_parallel")
 _SEARCHED = ("num_microbatches",)

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from parallelize.analysis.cost.machine import Machine
-from parallelize.analysis.explain import explain_subject
-from parallelize.errors import ParallelizeError
+from parallelize.base.errors import ParallelizeError
 from parallelize.launch.environment.rank_map import crossing_groups
 from parallelize.launch.preflight.prediction import Predicted
+from parallelize.tools.analysis.cost.machine import Machine
+from parallelize.tools.analysis.explain import explain_subject
 
 
 def placement_warnings(predicted: Predicted, machine: Machine, host_of: Mapping[int, str]) -> list[str]:

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from parallelize.analysis.cost.machine import Machine, load_machine, profile_of
-from parallelize.analysis.cost.memory import RankMemory
-from parallelize.analysis.cost.setting import Setting
-from parallelize.analysis.explain import explain_subject
-from parallelize.analysis.measure import model_flops
-from parallelize.analysis.show.explanation import Explanation
-from parallelize.analysis.subject import Subject
+from parallelize.base.mesh import SAMPLE_AXES
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.preflight.base_model import source_of_run
 from parallelize.launch.preflight.mesh_choice import OPTIMIZERS, ChosenMesh
-from parallelize.mesh import SAMPLE_AXES
 from parallelize.plan.options import Options
+from parallelize.tools.analysis.cost.machine import Machine, load_machine, profile_of
+from parallelize.tools.analysis.cost.memory import RankMemory
+from parallelize.tools.analysis.cost.setting import Setting
+from parallelize.tools.analysis.explain import explain_subject
+from parallelize.tools.analysis.measure import model_flops
+from parallelize.tools.analysis.show.explanation import Explanation
+from parallelize.tools.analysis.subject import Subject
 
 
 @dataclass(frozen=True)

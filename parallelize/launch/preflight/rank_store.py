@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallelize.errors import LaunchError, Problem
+from parallelize.base.errors import LaunchError, Problem
+from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.launch.environment.launcher import Launcher
-from parallelize.torch_private import torch_groups as private_groups
 
 
 def rank_store(launcher: Launcher, limit_s: float, timeout_s: float) -> Any:

@@ -13,8 +13,8 @@ from datetime import timedelta
 from itertools import groupby
 from typing import Any
 
+from parallelize.base.errors import LaunchError, Problem, short_list
 from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json, ranks_by_value
-from parallelize.errors import LaunchError, Problem, short_list
 from parallelize.launch.preflight.rank_facts import MUST_AGREE, SHOULD_AGREE, values_by_rank
 
 LIMIT_S = 28.0

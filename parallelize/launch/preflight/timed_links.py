@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.analysis.cost.machine import Machine
+from parallelize.base.errors import LaunchError, Problem, short_list
 from parallelize.comm.meshes import mesh_spec
-from parallelize.errors import LaunchError, Problem, short_list
+from parallelize.tools.analysis.cost.machine import Machine
 
 CPU_BYTES, GPU_BYTES = 2 * 2**20, 64 * 2**20
 _ROUNDS = 3

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import signal
 
+from parallelize.base.terminal.console import REQUEUE
 from parallelize.checkpoint.run.stop_signals import StopSignals
-from parallelize.terminal.console import REQUEUE
 
 
 class EarlySignals(StopSignals):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallelize.terminal.console import ENVIRONMENT, FINE, MISTAKE, REQUEUE
+from parallelize.base.terminal.console import ENVIRONMENT, FINE, MISTAKE, REQUEUE
 
 FAILED, PEER_LOST = 1, 4
 """A rank that failed by itself, and one that failed because it lost another."""

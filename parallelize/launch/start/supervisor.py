@@ -20,14 +20,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from parallelize.base.errors import CheckpointError
+from parallelize.base.terminal.console import FINE, REQUEUE
 from parallelize.checkpoint.format import folders
-from parallelize.errors import CheckpointError
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.environment.head_node import own_address
 from parallelize.launch.environment.launcher import SUPERVISOR, Launcher
 from parallelize.launch.start.exit_statuses import FAILED, Ended, judge
 from parallelize.launch.start.forwarding import Forwarding, wait_for_end
-from parallelize.terminal.console import FINE, REQUEUE
 
 _LAST_CALL_S = 60  # for nodes that come back after a failure
 _BETWEEN_S = 0.5

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group
-from parallelize.errors import ModelError, Problem
 
 T = torch.Tensor
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from parallelize.base.torch_private.torch_tensors import counts_collectives
 from parallelize.comm.groups import Group
 from parallelize.comm.turns import hand_over
 from parallelize.ops.library import define, fake
-from parallelize.torch_private.torch_tensors import counts_collectives
 
 T = torch.Tensor
 

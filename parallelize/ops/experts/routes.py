@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from parallelize.base.errors import ModelError, Problem
+from parallelize.base.layout import balanced_interval, even_interval
 from parallelize.comm.groups import Group
-from parallelize.errors import ModelError, Problem
-from parallelize.layout import balanced_interval, even_interval
 from parallelize.ops.experts.assumed_routing import assumed_routing
 from parallelize.ops.experts.call_form import FIELDS, CallForm, check_forms
 

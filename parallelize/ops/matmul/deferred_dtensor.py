@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-from parallelize.errors import ModelError, Problem
-from parallelize.torch_private import torch_tensors as private
+from parallelize.base.errors import ModelError, Problem
+from parallelize.base.torch_private import torch_tensors as private
 
 T = torch.Tensor
 _METADATA = {

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from parallelize.base.torch_private import torch_tensors as private
 from parallelize.ops.matmul.deferred_dtensor import DeferredDTensor, deferred_dtensor
-from parallelize.torch_private import torch_tensors as private
 
 _LOCAL = threading.local()
 

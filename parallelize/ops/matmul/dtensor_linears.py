@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
+from parallelize.base.torch_private import torch_tensors as private
 from parallelize.ops.matmul.collective_matmul import column_linear, linear_all_reduce, linear_reduce_scatter
 from parallelize.ops.matmul.deferred_dtensor import DeferredDTensor, deferred_dtensor, value_of
 from parallelize.ops.matmul.deferred_gather import Gathered, defer_gathers
 from parallelize.ops.matmul.overlapped_linear import OverlappedLinear, algorithm_of, autocast_cast
-from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 Placements = tuple[Placement, ...]

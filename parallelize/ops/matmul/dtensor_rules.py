@@ -20,8 +20,8 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from parallelize.base.errors import Problem, ShapeError
 from parallelize.comm.groups import Group
-from parallelize.errors import Problem, ShapeError
 from parallelize.ops.library import LIBRARY, NAMESPACE
 
 T = torch.Tensor

@@ -21,10 +21,10 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
+from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
 from parallelize.comm.link_profile import LinearWork, choose, gather_work, reduce_work, scatter_work
 from parallelize.comm.turns import takes_turns
-from parallelize.layout import even_interval
 from parallelize.ops.library import define, fake
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
 from parallelize.ops.matmul.chunked_matmul import MatmulSum, Thunk

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelize.base.errors import Problem, ShapeError
+from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange
 from parallelize.comm.turns import takes_turns
-from parallelize.errors import Problem, ShapeError
-from parallelize.torch_private import torch_groups as private_groups
 
 _LENGTH = 224
 _STREAM = 7

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from parallelize.base.errors import ParallelizeError, Problem, ShapeError
+from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group, GroupOrMesh, group_of
 from parallelize.comm.link_profile import AlgorithmChoice, LinearWork, choose, gather_work, reduce_work, scatter_work
-from parallelize.errors import ParallelizeError, Problem, ShapeError
-from parallelize.layout import even_interval
 from parallelize.ops.matmul import dtensor_rules, linear_gradients, symmetric_memory
 from parallelize.ops.matmul.calibrate import profile_of
 from parallelize.ops.matmul.linear_gradients import DeferredGradients
 from parallelize.ops.matmul.op_handshake import report_failure
-from parallelize.styles.contract import OVERLAPS
+from parallelize.plan.styles.contract import OVERLAPS
 
 T = torch.Tensor
 AnyGroup = Group | GroupOrMesh

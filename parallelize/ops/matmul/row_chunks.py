@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from parallelize.layout import even_interval
+from parallelize.base.layout import even_interval
 
 T = torch.Tensor
 Box = tuple[int, int, int, int]

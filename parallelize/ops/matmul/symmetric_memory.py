@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from parallelize.base.errors import MeshError, Problem
+from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.comm.groups import Group
 from parallelize.comm.handshake import over_ranks
-from parallelize.errors import MeshError, Problem
 from parallelize.ops.matmul import chunked_matmul
 from parallelize.ops.matmul.chunked_matmul import MatmulSum, Thunk
 from parallelize.ops.matmul.op_handshake import agree
-from parallelize.torch_private import torch_groups as private_groups
 
 T = torch.Tensor
 _STEPS = 4  # of the chunked version, if no kernel fits

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parallelize.errors import Problem, ShapeError
+from parallelize.base.errors import Problem, ShapeError
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary, local_ids
 
 T = torch.Tensor

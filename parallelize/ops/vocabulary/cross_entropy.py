@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from parallelize.base.errors import Problem, ShapeError
 from parallelize.comm.groups import Group
-from parallelize.errors import Problem, ShapeError
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.vocabulary.class_targets import HardTargets, SoftTargets, Targets, check_class_weight, soft_shard
 from parallelize.ops.vocabulary.kernel_choice import kernels_for

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import torch
 
-from parallelize.errors import warn_caller
-from parallelize.torch_private.torch_dynamo import traces_graph
+from parallelize.base.errors import warn_caller
+from parallelize.base.torch_private.torch_dynamo import traces_graph
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)

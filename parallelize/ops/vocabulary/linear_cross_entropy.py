@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from parallelize.base.errors import ModelError, Problem
+from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
-from parallelize.errors import ModelError, Problem
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.vocabulary.class_targets import HardTargets, Targets
 from parallelize.ops.vocabulary.softmax import SavedStatistics, Statistics, logits_gradient, statistics, working_dtype
-from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 Tail = Callable[[T], T]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from parallelize.base.errors import Problem, ShapeError
+from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
 from parallelize.comm.input_check import InputCheck
-from parallelize.errors import Problem, ShapeError
-from parallelize.layout import even_interval
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from parallelize import build_mesh, parallelize_model
+from parallelize.base.torch_private.torch_tensors import plain_local
 from parallelize.checkpoint.export.export_weights import WeightExporter
 from parallelize.comm.groups import Group
-from parallelize.torch_private.torch_tensors import plain_local
 from tests.support.live import Live
 from tests.support.models import tiny_model
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from parallelize import build_mesh, parallelize_model
+from parallelize.base.errors import CheckpointError
 from parallelize.checkpoint.export.export_weights import WeightExporter, export_weights
-from parallelize.errors import CheckpointError
 from tests.support.models import tiny_model
 from tests.support.threads import run_ranks
 
@@ -157,7 +157,7 @@ def test_a_failure_of_one_rank_is_told_before_the_exchange(base, monkeypatch):
 
 
 def test_nothing_of_an_export_stays_in_the_store(base):
-    from parallelize.torch_private import torch_groups as private_groups
+    from parallelize.base.torch_private import torch_groups as private_groups
 
     def body(rank, model):
         exporter = WeightExporter(model, bucket="8KB")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from parallelize import build_mesh, parallelize_model
+from parallelize.base.errors import CheckpointError
 from parallelize.checkpoint.export.export_weights import WeightExporter, export_weights
-from parallelize.errors import CheckpointError
 from tests.support.models import tiny_model
 from tests.support.refused import Block, refused
 from tests.support.threads import run_ranks

@@ -28,10 +28,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from parallelize.base.errors import CheckpointError
+from parallelize.base.files.strict_json import read_json
 from parallelize.checkpoint.format import digests, reader, writer
 from parallelize.checkpoint.format.header import read_header
 from parallelize.checkpoint.format.manifest import read_manifest
-from parallelize.checkpoint.format.strict_json import read_json
 from parallelize.checkpoint.format.writer import TensorToWrite
 from parallelize.checkpoint.hub.pretrained import load_pretrained
 from parallelize.checkpoint.run.checkpointer import Checkpointer
@@ -40,7 +41,6 @@ from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.checkpoint.run.run_contents import run_of
 from parallelize.checkpoint.run.save import write_snapshot
 from parallelize.checkpoint.run.snapshot import Snapshot, take
-from parallelize.errors import CheckpointError
 from tests.checkpoint.run.fault_jobs import Bench, Tiny, same_bits, state_of
 
 SEED = 20

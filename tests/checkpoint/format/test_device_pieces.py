@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from parallelize.base.errors import CheckpointError
+from parallelize.base.files.boxes import full_box, shape_of
 from parallelize.checkpoint.format import digests, reader, writer
-from parallelize.checkpoint.format.boxes import full_box, shape_of
 from parallelize.checkpoint.format.device_pieces import DevicePieces
 from parallelize.checkpoint.format.host_memory import code_of
 from parallelize.checkpoint.format.reader import TensorFile
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
-from parallelize.errors import CheckpointError
 
 TENSORS = {
     "matrix": torch.arange(700 * 33, dtype=torch.float32).view(700, 33).to(torch.bfloat16),

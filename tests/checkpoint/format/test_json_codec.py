@@ -18,10 +18,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from parallelize.base.errors import CheckpointError
 from parallelize.checkpoint.format.json_decoder import _DTYPES, _READERS, UNSUPPORTED_DTYPES
 from parallelize.checkpoint.format.json_encoder import INLINE_BYTES, decode, encode
-from parallelize.errors import CheckpointError
-from parallelize.randomness.streams import Streams
+from parallelize.state.randomness.streams import Streams
 
 DTYPES = [dtype for name, dtype in sorted(_DTYPES.items()) if not UNSUPPORTED_DTYPES.match(name)]
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 
 from parallelize import build_mesh, load_pretrained, parallelize_module, save_pretrained
-from parallelize.errors import ParallelizeError
-from parallelize.pipeline.parallel_model import ParallelModel
-from parallelize.randomness.init.initialize import build_on_meta
-from parallelize.training import parallelize_model
-from parallelize.zero.buckets import to_local
+from parallelize.axes.pipeline.parallel_model import ParallelModel
+from parallelize.axes.zero.buckets import to_local
+from parallelize.base.errors import ParallelizeError
+from parallelize.state.randomness.init.initialize import build_on_meta
+from parallelize.training.parallelize_model import parallelize_model
 from tests.checkpoint.checkpoint_jobs import full
 from tests.support.models import tiny_model
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from parallelize import build_mesh, parallelize_model, parallelize_module, save_adapter
-from parallelize.errors import CheckpointError
+from parallelize.base.errors import CheckpointError
+from tests.axes.tensor.install.adapted_models import adapted_model, config
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
-from tests.tensor.install.adapted_models import adapted_model, config
 
 peft = pytest.importorskip("peft")
 

@@ -22,11 +22,11 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
-from parallelize.checkpoint.format.boxes import Part, shape_of, slices_of
+from parallelize.base.errors import CheckpointError
+from parallelize.base.files.boxes import Part, shape_of, slices_of
 from parallelize.checkpoint.hub import hf_conversions
 from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, find_sources, parts_to_save
 from parallelize.checkpoint.hub.traced import Traced, WritesInPlaceError, named
-from parallelize.errors import CheckpointError
 from parallelize.plan.model_facts import describe
 
 SIZES = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=32)

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from parallelize import build_mesh, export_weights, load_pretrained, parallelize_model, save_pretrained
+from parallelize.base.errors import CheckpointError
 from parallelize.checkpoint.export.export_weights import WeightExporter
-from parallelize.errors import CheckpointError
+from tests.axes.tensor.install.adapted_models import adapted_model
 from tests.support.models import tiny_model
 from tests.support.parity import worst
 from tests.support.refused import refused
 from tests.support.threads import run_ranks
-from tests.tensor.install.adapted_models import adapted_model
 
 peft = pytest.importorskip("peft")
 

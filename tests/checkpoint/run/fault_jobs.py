@@ -31,11 +31,11 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from parallelize.base.errors import CheckpointError
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.run import local_tensors
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
-from parallelize.errors import CheckpointError
 
 T = torch.Tensor
 LIMIT_S = 15.0  # a rank that runs longer hangs

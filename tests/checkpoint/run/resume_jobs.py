@@ -15,15 +15,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from parallelize import GlobalBatches, Streams, build_mesh, load_checkpoint, rebuild
+from parallelize.axes.pipeline.parallel_model import ParallelModel
+from parallelize.base.errors import ParallelizeError
 from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.run.checkpointer import Checkpointer
-from parallelize.errors import ParallelizeError
-from parallelize.pipeline.parallel_model import ParallelModel
-from parallelize.training import parallelize_model
+from parallelize.training.parallelize_model import parallelize_model
+from tests.axes.zero.zero_jobs import OPTIMIZERS
 from tests.checkpoint.checkpoint_jobs import built, different, everything, train
 from tests.support import device
 from tests.support.models import tiny_model
-from tests.zero.zero_jobs import OPTIMIZERS
 
 
 class Counter:
@@ -179,7 +179,7 @@ def every_optimizer(rank: int, axes: dict[str, int], options: dict[str, Any], ro
 
 
 def _closure_steps(parallel: ParallelModel, optimizer: Any, count: int) -> list[float]:
-    from parallelize.applied.stored_slices import data_rank
+    from parallelize.state.stored_slices import data_rank
     from tests.support.models import tiny_batch
 
     index, ranks = data_rank(parallel.mesh, ("dp",))

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 
+from parallelize.base.errors import CheckpointError
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
-from parallelize.errors import CheckpointError
 from tests.checkpoint.run import crash_replay, fault_jobs
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("ranks")]  # one worker: the faults are counted

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from parallelize.base.errors import CheckpointError
+from parallelize.base.mesh import MeshSpec
 from parallelize.checkpoint.run import run_state
-from parallelize.errors import CheckpointError
-from parallelize.mesh import MeshSpec
-from tests.data.test_global_batches import Mesh
+from tests.training.data.test_global_batches import Mesh
 
 
 class Position:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from parallelize import Checkpointer, Streams, load_checkpoint, save_pretrained
-from parallelize.applied.records import mark_applied
 from parallelize.checkpoint.run.local_tensors import bare
+from parallelize.state.records import mark_applied
 from tests.checkpoint.small_checkpoints import linear, saved, slug_of
 
 

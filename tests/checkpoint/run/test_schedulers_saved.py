@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as stock
 from torch.optim.swa_utils import SWALR
 
+from parallelize.base.errors import CheckpointError
 from parallelize.checkpoint.run.scheduler_state import (
     build_scheduler,
     describe_optimizer_class,
@@ -20,7 +21,6 @@ from parallelize.checkpoint.run.scheduler_state import (
     load_scheduler,
     optimizer_class,
 )
-from parallelize.errors import CheckpointError
 
 
 def sequential(optimizer):

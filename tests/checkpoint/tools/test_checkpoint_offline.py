@@ -16,8 +16,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from parallelize.base.errors import CheckpointError, MeshError
+from parallelize.base.files.boxes import volume
+from parallelize.base.layout import Chunk, packed
+from parallelize.base.mesh import MeshSpec
 from parallelize.checkpoint.format import folders
-from parallelize.checkpoint.format.boxes import volume
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor, check_tensors, read_manifest
 from parallelize.checkpoint.format.reader import TensorFile
 from parallelize.checkpoint.run.checkpointer import Checkpointer
@@ -27,9 +30,6 @@ from parallelize.checkpoint.tools.from_hub import from_hub
 from parallelize.checkpoint.tools.reshape import TargetSharding, owners, reshape_checkpoint
 from parallelize.checkpoint.tools.to_hub import to_hub
 from parallelize.cli import main
-from parallelize.errors import CheckpointError, MeshError
-from parallelize.layout import Chunk, packed
-from parallelize.mesh import MeshSpec
 from tests.checkpoint import checkpoint_jobs as jobs
 from tests.support.models import tiny_model
 

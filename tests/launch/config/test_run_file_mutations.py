@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from parallelize.errors import LaunchError, Problem
+from parallelize.base.errors import LaunchError, Problem
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.config.run_schema import run_schema

@@ -14,13 +14,13 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from parallelize.base.errors import LaunchError
+from parallelize.base.terminal.console import ENVIRONMENT, MISTAKE, REQUEUE
 from parallelize.cli.parser import build_parser
-from parallelize.errors import LaunchError
 from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.emit.job import job_of, save_time_file
 from parallelize.launch.emit.launch_files import EMITTERS
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
-from parallelize.terminal.console import ENVIRONMENT, MISTAKE, REQUEUE
 
 pytestmark = pytest.mark.torch_free
 

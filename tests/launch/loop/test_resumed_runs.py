@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from parallelize import build_mesh, parallelize_model
+from parallelize.base.errors import LaunchError, ParallelizeError
 from parallelize.checkpoint.format.manifest import NAME, read_manifest
 from parallelize.checkpoint.run.metadata import model_metadata
-from parallelize.errors import LaunchError, ParallelizeError
 from parallelize.launch.config.resumed_keys import COMPARED, EFFECT, POSITION, RESUMED
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.config.run_config_file import parse_run_config
@@ -23,7 +23,7 @@ from parallelize.launch.loop.resumed_run import RECORD, _of_model, differences_o
 from parallelize.launch.loop.run_optimizer import FileOptions, build_schedule_of
 from parallelize.launch.preflight.mesh_choice import ChosenMesh
 from parallelize.plan.options import NAMES
-from parallelize.randomness.dropout.install import dropout_clock
+from parallelize.state.randomness.dropout.install import dropout_clock
 from tests.support.models import tiny_model
 from tests.support.threads import run_ranks
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from parallelize import build_mesh
-from parallelize.errors import LaunchError, ModelError
+from parallelize.base.errors import LaunchError, ModelError
+from parallelize.base.mesh import MeshSpec
 from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.loop.build_run import Surroundings, build_model
 from parallelize.launch.preflight.base_model import source_of_run
 from parallelize.launch.preflight.mesh_choice import ChosenMesh
-from parallelize.mesh import MeshSpec
 from parallelize.plan.options import Options
-from parallelize.quantization.quantized_linear import QuantizedLinear
+from parallelize.state.quantization.quantized_linear import QuantizedLinear
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
 

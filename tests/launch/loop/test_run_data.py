@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from parallelize.errors import DataError, LaunchError
+from parallelize.base.errors import DataError, LaunchError
 from parallelize.launch.config.run_config import DataSection, OptimizerSection, RunConfig, ScheduleSection
 from parallelize.launch.loop import token_files
 from parallelize.launch.loop.checked_rows import collate_or_error

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from parallelize.errors import LaunchError
+from parallelize.base.errors import LaunchError
+from parallelize.base.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.environment.launcher import Launcher
 from parallelize.launch.local_ranks import count_ranks, fewer_ranks
 from parallelize.launch.preflight.mesh_choice import ChosenMesh, choose_mesh
 from parallelize.launch.preflight.placement import placement_warnings
 from parallelize.launch.preflight.prediction import Summary, machine_of, predict, subject_of
-from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.plan.options import Options
 
 RUN = """\

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from parallelize.errors import LaunchError
+from parallelize.base.errors import LaunchError
 from parallelize.launch.environment.launcher import Launcher
 from parallelize.launch.preflight.rank_facts import facts_of_rank
 from parallelize.launch.preflight.rank_store import rank_store

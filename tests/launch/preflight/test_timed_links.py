@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from parallelize import LaunchError, build_mesh
-from parallelize.analysis.cost.machine import load_machine
 from parallelize.launch.preflight.timed_links import TimedLink, timed_links
+from parallelize.tools.analysis.cost.machine import load_machine
 
 
 def links(rank: int) -> list[str]:

@@ -12,8 +12,7 @@ from traceback import format_exception_only
 import pytest
 import torch.distributed as dist
 
-from parallelize.checkpoint.format.folders import Lock
-from parallelize.errors import (
+from parallelize.base.errors import (
     CheckpointError,
     DataError,
     GradientError,
@@ -24,6 +23,7 @@ from parallelize.errors import (
     Problem,
     ShapeError,
 )
+from parallelize.checkpoint.format.folders import Lock
 from parallelize.launch.config.run_config import AnomalySection
 from parallelize.launch.environment.launcher import Launcher
 from parallelize.launch.loop.anomalies import AnomalyWatch

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from parallelize import build_mesh
+from parallelize.axes.context.sequence_shards import SequenceLayout
 from parallelize.comm.groups import Group
-from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.ops.attention import score_blocks
 from parallelize.ops.attention.ring_attention import Masking, ring_attention
 from tests.support.parity import worst

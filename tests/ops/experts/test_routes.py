@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from parallelize import build_mesh
+from parallelize.base.layout import balanced_interval
 from parallelize.comm.groups import Group
-from parallelize.layout import balanced_interval
 from parallelize.ops.experts.call_form import CallForm
 from parallelize.ops.experts.routes import routes_of
 from tests.support.threads import run_ranks

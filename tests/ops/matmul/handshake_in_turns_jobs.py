@@ -8,9 +8,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from parallelize.base.errors import ParallelizeError, Problem
 from parallelize.comm.groups import Group
 from parallelize.comm.turns import run_in_turns
-from parallelize.errors import ParallelizeError, Problem
 from parallelize.ops.matmul import op_handshake
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ from parallelize import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
+from parallelize.base.errors import ModelError, ShapeError
 from parallelize.comm.groups import Group
 from parallelize.comm.link_profile import LinkProfile
-from parallelize.errors import ModelError, ShapeError
 from parallelize.ops import all_to_all
 from parallelize.ops.attention import ring_attention
 from parallelize.ops.experts import exchange_rows

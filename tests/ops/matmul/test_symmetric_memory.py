@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from parallelize import all_gather_linear, build_mesh, load_plan, parallelize_model
+from parallelize.base.errors import MeshError
+from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.comm.groups import Group
-from parallelize.errors import MeshError
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
 from parallelize.ops.matmul.row_gather import gather_rows
-from parallelize.styles.notation import parse_style
-from parallelize.torch_private import torch_groups as private_groups
+from parallelize.plan.styles.notation import parse_style
 from tests.support.linears import OPS, ReferenceLinear
 from tests.support.models import tiny_model
 from tests.support.threads import run_ranks

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
 from parallelize import ModelError, ShapeError, build_mesh, cross_entropy, linear_cross_entropy
+from parallelize.axes.vocabulary.logits.sharded_logits import mark
+from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
-from parallelize.layout import even_interval
 from parallelize.ops.vocabulary import linear_cross_entropy as op
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
-from parallelize.vocabulary.logits.sharded_logits import mark
 from tests.support.memory import peak_bytes
 from tests.support.parity import worst
 from tests.support.threads import run_ranks

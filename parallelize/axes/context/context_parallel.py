@@ -1,0 +1,304 @@
+"""`cp` applied to a model: full sequences in, local tokens through the model, attention over all tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.axes.batch.input_batch import InputBatch
+from parallelize.axes.context.cached_calls import CachedCall, logits_on_every_rank
+from parallelize.axes.context.forward_state import Context, ContextAttention, attention_of, context_of
+from parallelize.axes.context.full_masks import config_with_masks, register_masks
+from parallelize.axes.context.gathered_modules import GATHERED, check_masks, check_overlap, install_gathered
+from parallelize.axes.context.inputs import ContextInputs, is_registered
+from parallelize.axes.context.stock_attention import NAME, forward_over_context, refuse_unplanned, register
+from parallelize.axes.tensor.attention_calls import AttentionCalls
+from parallelize.axes.tensor.refused_outputs import refuse_attentions
+from parallelize.axes.tensor.region import Region
+from parallelize.axes.vocabulary.generation.transformers_generate import install_generation
+from parallelize.base.errors import MeshError, ModelError, Problem
+from parallelize.base.mesh import MeshSpec
+from parallelize.base.torch_private import torch_tensors as private
+from parallelize.comm.handshake import agree_on, check_replicas
+from parallelize.comm.meshes import mesh_spec
+from parallelize.ops.matmul.op_handshake import agree
+from parallelize.plan.choose import plan_of
+from parallelize.plan.options import Options, wrong_ulysses
+from parallelize.plan.resolve import resolve
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.state.local_config import LocalConfig
+from parallelize.state.other_wrappers import refuse_wrappers
+from parallelize.state.randomness.dropout.install import install_draws
+from parallelize.state.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
+from parallelize.state.records import cut_of, facts_of, mark_applied, record_of, resolution_of
+from parallelize.state.step_results import expected
+from parallelize.state.transaction import Transaction
+
+
+def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, ulysses: int = 1) -> nn.Module:
+    """Shard the sequences of a stock module over the mesh's `cp` axis, in place, and return the module.
+
+    The module is then called with full sequences, the same on every rank of cp. Each rank keeps its local tokens, and its output
+    is for those tokens: see `split_sequence` and `gather_sequence`. Gradients of parameters are this rank's part of a sum over
+    cp, which `shard_data` (and `parallelize_model`) reduce like those of any data axis. A mesh without cp, or with cp of size 1,
+    leaves the module as it is.
+
+    Args:
+        module: the root of a model, stock or after `cut_pipeline` and `parallelize_module`.
+        mesh: a mesh with an axis named `cp`; the module is on all its ranks.
+        plan: as for `parallelize_module`; its `attention:` names the modules whose attention runs over cp.
+        ulysses: size of the groups that exchange heads by all-to-all; a ring connects the groups. 1: a ring only; the size of
+            cp: no ring.
+
+    Returns: `module`.
+    Raises: before anything is changed,
+        MeshError: `bad-ulysses`.
+        PlanError: `no-attention`, `unmatched-attention`.
+        ModelError: `no-positions`, `already-parallelized`, `length-dependent-rotary`, `unplanned-attention`.
+        HandshakeError: if ranks differ.
+    Cost: a handshake now. Attention of each layer sends s tokens' keys and values P/U - 1 times around a ring of P/U ranks, and
+        exchanges queries, keys, values and output once in a group of U ranks; backward about twice that.
+
+    Source: Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
+    """
+    spec = mesh_spec(mesh)
+
+    def decide() -> ResolvedPlan:
+        if ulysses < 1 or spec.ranks("cp") % ulysses:
+            raise MeshError(wrong_ulysses(ulysses, spec.ranks("cp")))
+        earlier, options = resolution_of(module), Options(ulysses=ulysses)
+        if earlier is not None:
+            options = replace(earlier.options, ulysses=ulysses)
+        applied_plan = earlier.plan if plan is None and earlier is not None and earlier.plan.attention else plan
+        return resolve(plan_of(module, applied_plan), facts_of(module), spec.only("cp"), options, earlier=earlier)
+
+    apply_context(module, mesh, decide)
+    if on_context(spec):
+        require_installed_dropout(module)
+        install_draws(module, mesh)
+    return module
+
+
+def apply_context(module: nn.Module, mesh: DeviceMesh, decide: Callable[[], ResolvedPlan]) -> nn.Module:
+    """`context_parallel` by a resolved plan. decide: returns it; what it raises is raised on every rank."""
+    if not on_context(mesh_spec(mesh)):
+        return module
+    with agree_on(mesh) as agreed:
+        resolved = decide()
+        agreed |= resolved.structure()
+        check_context(resolved)
+        if context_of(module) is not None:
+            raise ModelError(Problem("already-parallelized", f"{type(module).__name__} is on cp", fix="apply it once"))
+        named = dict(module.named_modules())
+        check_masks(dict(resolved.attention), named)
+        check_overlap(dict(resolved.attention), named)
+        refuse_early_dropout(module)
+        inputs = ContextInputs(module, resolved.plan)
+    with Transaction(module):
+        mark_applied(module, resolved=resolved)
+        _install(module, Context(mesh, dict(resolved.attention), resolved.options.ulysses), inputs)
+        refuse_wrappers(module)
+    install_generation(module)
+    return module
+
+
+def on_context(spec: MeshSpec) -> bool:
+    """Whether a mesh has ranks along `cp`."""
+    return "cp" in spec.names and spec.size("cp") > 1
+
+
+def check_context(resolved: ResolvedPlan) -> None:
+    """Raises: ModelError `unplanned-attention`, `length-dependent-rotary` for a model that cannot run over `cp`."""
+    model = resolved.facts
+    unsupported = [fqn for fqn, inner in model.objects.items() if isinstance(inner, _ATTENDS)]
+    if unsupported:
+        kind = type(model.objects[unsupported[0]]).__name__
+        what = f"{unsupported[0]}, a {kind}, computes attention itself, over the tokens of one rank"
+        raise ModelError(Problem("unplanned-attention", what, fix="a module that calls F.scaled_dot_product_attention"))
+    rotary = _changing_rotary(model.config)
+    if rotary:
+        what = f"the rotary table is {rotary}: it changes with the largest position on a rank"
+        raise ModelError(Problem("length-dependent-rotary", what, fix="leave this model off cp"))
+
+
+_ATTENDS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def _changing_rotary(config: Any) -> str:
+    """The kind of rotary table whose values depend on the length of the sequence; empty if there is none."""
+    for name in ("rope_parameters", "rope_scaling"):
+        parameters = getattr(config, name, None)
+        # one table, or a table for each kind of layer
+        for table in (parameters, *parameters.values()) if isinstance(parameters, dict) else ():
+            kind = table.get("rope_type", table.get("type")) if isinstance(table, dict) else None
+            if kind in ("dynamic", "longrope"):
+                return str(kind)
+    return ""
+
+
+def _install(module: nn.Module, context: Context, inputs: ContextInputs) -> None:
+    registered = is_registered(module)
+    if registered:
+        register()
+        register_masks()
+    cut = cut_of(module)
+    named = dict(module.named_modules())  # in a pipeline, modules of other stages exist in name only
+    present = {name: inner for name, inner in named.items() if cut is None or cut.present(name)}
+    attention = {fqn: kind for fqn, kind in context.attention.items() if fqn in present}
+    record = record_of(module)
+    region = None if record is None else expected(record.region, Region)
+    for fqn, kind in attention.items():
+        planned = ContextAttention(context, fqn, kind)
+        present[fqn].register_forward_hook(_FirstCallCheck())
+        mark_applied(present[fqn], attention=planned)
+        if kind == GATHERED:
+            planned.region = region
+            install_gathered(present[fqn], planned)
+        elif not registered:
+            planned.stock = present[fqn].__dict__.get("forward")
+            present[fqn].__dict__["forward"] = MethodType(forward_over_context, present[fqn])
+    if registered:
+        _set_implementation(context, attention, present)
+    mark_applied(module, context=context)
+    if registered:
+        module.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
+    call = _RootForward(inputs, module.__dict__.get("forward"), set(attention), cut is not None)
+    mark_applied(module, context_call=call)
+    module.__dict__["forward"] = MethodType(_with_signature(type(module).forward), module)
+
+
+def _set_implementation(context: Context, attention: dict[str, str], present: dict[str, nn.Module]) -> None:
+    """Configs that name the attention over cp, and no mask; gathered modules keep theirs, and get masks of the full sequence."""
+    inside = {id(m) for fqn, kind in attention.items() if kind == GATHERED for m in present[fqn].modules()}
+    for inner in present.values():
+        config = inner.__dict__.get("config")
+        if hasattr(config, "_attn_implementation") and id(inner) not in inside:
+            over_ranks = LocalConfig(config, {"_attn_implementation": NAME})
+            inner.__dict__["config"] = config_with_masks(config, context) if context.makes_masks else over_ranks
+
+
+def _with_signature(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`_over_cp` with the signature of the stock forward, for callers that inspect it."""
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _over_cp(self, *args, **kwargs)
+
+    return forward
+
+
+class _RootForward:
+    """The forward of the root.
+
+    Args:
+        inputs: splits the inputs of a call.
+        stock: the forward on the instance before, or None for that of the class.
+        present: the planned attention modules on this rank.
+        staged: whether the model is cut into pipeline stages, of which all but the last return a tuple for the next stage.
+    """
+
+    def __init__(self, inputs: ContextInputs, stock: Any, present: set[str], staged: bool):
+        self.inputs, self.stock, self.present, self.staged = inputs, stock, present, staged
+
+    def run(self, context: Context, module: nn.Module, args: tuple, kwargs: dict, cached: CachedCall | None) -> Any:
+        forward = self.stock or MethodType(type(module).forward, module)
+        out = forward(*args, **kwargs)
+        if cached is not None:
+            return self._after_cached(context, cached, out)
+        if not (self.staged and type(out) is tuple):
+            _check_tokens(context, out)
+        return out
+
+    def _after_cached(self, context: Context, cached: CachedCall, out: Any) -> Any:
+        """The output of a call with a cache, or by `generate`, whose logits of the last tokens are on every rank."""
+        if cached.splits:
+            checked = dict(out) if isinstance(out, dict) else list(out) if isinstance(out, tuple) else out
+            if cached.keep and isinstance(checked, dict):
+                checked.pop("logits", None)
+            _check_tokens(context, checked)
+        if cached.keep:
+            logits_on_every_rank(context, cached, out, self.inputs.slices_logits)
+        if cached.is_temporary and isinstance(out, dict) and out.get("past_key_values") is not None:
+            out["past_key_values"] = None
+        return out
+
+
+def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The root's forward, on local tokens."""
+    context, call = self._applied.context, self._applied.context_call
+    batch = call.inputs.form.batch(args, kwargs)
+    if not context.checked:
+        _check_first(context, batch)
+    elif not (context.compared or torch.compiler.is_compiling() or _is_next_token(context, kwargs)):
+        _compare_shapes(context, batch)
+    args, kwargs, cached = call.inputs.local_call(context, self, batch)
+    try:
+        if context.checked:
+            return call.run(context, self, args, kwargs, cached)
+        with AttentionCalls(partial(refuse_unplanned, context)):
+            return call.run(context, self, args, kwargs, cached)
+    finally:
+        context.checked = context.attended >= call.present
+        context.end()
+
+
+def _is_next_token(context: Context, kwargs: dict) -> bool:
+    """Whether `generate`, whose prompt was compared, goes on: comparing every token would take as long as a sum."""
+    sequence = getattr(kwargs.get("past_key_values"), "sequence_over_cp", None)
+    return context.generating and sequence is not None and sequence.full > 0
+
+
+def _check_first(context: Context, batch: InputBatch) -> None:
+    """Before the first forward: all ranks of cp have the same inputs. Raises: HandshakeError `replicas-differ`."""
+    tensors = {name: value for name, value in batch.inputs.items() if isinstance(value, torch.Tensor)}
+    check_replicas(context.group, tensors, "inputs", "cp")
+
+
+def _compare_shapes(context: Context, batch: InputBatch) -> None:
+    """Before each forward outside of a step: ranks whose sequences differ in length would send messages of other sizes.
+
+    Raises: ShapeError `ranks-disagree`.
+    """
+    tensors = [leaf for leaf in private.tree_leaves(batch.inputs) if isinstance(leaf, torch.Tensor)]
+    if tensors and not tensors[0].is_meta:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:6])
+        agree(context.group, tensors[0].device, f"forward over cp, inputs {shapes}")
+
+
+def _check_tokens(context: Context, out: Any) -> None:
+    """Check that every tensor of an output has this rank's tokens.
+
+    Raises: ModelError `one-row` if something was computed from one token (a pooler, a classifier), another one on each rank.
+    """
+    tokens = sum(stop - start for start, stop in context.local_runs())
+    # routers flatten batch and tokens
+    ignored = ("router_logits", "past_key_values")
+    checked = {key: value for key, value in out.items() if key not in ignored} if isinstance(out, dict) else out
+    for leaf in private.tree_leaves(checked):
+        floating = isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
+        if floating and len(leaf.shape) > 1 and leaf.shape[1] != tokens:
+            what = f"an output {list(leaf.shape)} does not have this rank's {tokens} tokens: each rank pools its own"
+            fix = "leave heads that pool off cp (add_pooling_layer=False), or pool gather_sequence(model, hidden)"
+            raise ModelError(Problem("one-row", what, fix=fix))
+
+
+class _FirstCallCheck:
+    """A hook for the first call of a planned module: one that computes attention itself has seen local tokens only."""
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        planned = attention_of(module)
+        if planned is not None and planned.fqn not in planned.context.attended:
+            what = f"{planned.fqn}, a {type(module).__name__}, never calls attention"
+            fix = "name the module that calls F.scaled_dot_product_attention, or the interface of transformers"
+            raise ModelError(Problem("no-attention-call", what, fix=fix))
+        for key, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, _FirstCallCheck):
+                del module._forward_hooks[key]

@@ -1,0 +1,157 @@
+"""Modules that mix tokens otherwise than by attention over the ranks of `cp`: recurrences, convolutions, attention with masks of its own.
+
+    all-gather the tokens of every argument -> the module's own forward on the full sequence -> this rank's tokens of its output
+    backward: reduce-scatter of the arguments' gradients; gradients of parameters are this rank's part of the sum over cp, as elsewhere
+
+It is exact for any module, and costs what the module costs without `cp`: each rank computes it for all tokens, and stores its
+activations of the full sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.axes.context.forward_state import Context, ContextAttention, ForwardSequences
+from parallelize.axes.context.gathered_tokens import gather_tokens
+from parallelize.axes.context.inputs import select_tokens
+from parallelize.axes.context.sequence_shards import SequenceLayout
+from parallelize.axes.tensor.planned_forward import installed, run_inside
+from parallelize.axes.tensor.region import Region
+from parallelize.base.errors import ModelError, Problem
+from parallelize.plan.models.wrapped_models import forward_signature
+
+T = torch.Tensor
+GATHERED = "gathered"
+_MASK = "attention_mask"
+
+
+def install_gathered(module: nn.Module, planned: ContextAttention) -> None:
+    """Let a module run on all tokens, between the conversions of its plan over `tp`, if it has any."""
+    over_tp = installed(module)
+    forward = MethodType(_forward_on_all_tokens, module)
+    if over_tp is None:
+        planned.stock, module.__dict__["forward"] = module.__dict__.get("forward"), forward
+    else:
+        planned.stock = over_tp.stock
+        run_inside(module, over_tp, forward)
+
+
+def check_masks(attention: dict[str, str], modules: dict[str, nn.Module]) -> None:
+    """Refuse attention that is gathered and needs a mask, in a model of which other attention runs over the ranks.
+
+    Raises: ModelError `mask-over-cp`.
+    """
+    if set(attention.values()) == {GATHERED}:
+        return
+    for fqn, kind in attention.items():
+        needs = [m for m in modules[fqn].modules() if _attends(m)] if kind == GATHERED and fqn in modules else []
+        if needs:
+            what = f"{fqn} is gathered, and a {type(needs[0]).__name__} in it takes a mask of the full sequence, which is not made, because other attention runs over the ranks"
+            raise ModelError(Problem("mask-over-cp", what, fix="name all attention `gathered`, or none"))
+
+
+def check_overlap(attention: dict[str, str], modules: dict[str, nn.Module]) -> None:
+    """Refuse gathered modules whose collectives over `tp` overlap with matmuls, which have the tokens of one rank.
+
+    Raises: ModelError `gathered-overlap`.
+    """
+    for fqn, kind in attention.items():
+        inner = modules[fqn].modules() if kind == GATHERED and fqn in modules else ()
+        if any(planned is not None and planned.overlap is not None for planned in map(installed, inner)):
+            what = f"{fqn} is gathered over cp, and its collectives over tp overlap with matmuls of local tokens"
+            fix = "apply tp and cp in one call, which leaves this overlap out; or overlap=off"
+            raise ModelError(Problem("gathered-overlap", what, fix=fix))
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module takes its attention, and so its masks, from the registry of `transformers`."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _forward_on_all_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+    planned: ContextAttention = self._applied.attention
+    context = planned.context
+    sequences = context.current()
+    if sequences.cached is not None:
+        what = f"{planned.fqn} is gathered over cp, and has no cache there"
+        raise ModelError(Problem("cache-over-cp", what, fix="use_cache=False"))
+    layout, rank = sequences.layout, context.group.rank
+    gather = partial(_gathered, context=context, layout=layout)
+    args, kwargs = _with_full_mask(self, sequences, layout.num_tokens(rank), args, kwargs)
+    args = tuple(map(gather, args))
+    kwargs = {name: value if name == _MASK else gather(value) for name, value in kwargs.items()}
+    with _on_all_tokens(sequences, planned.region, partial(_selected, layout=layout, rank=rank)):
+        stock = planned.stock or MethodType(type(self).forward, self)
+        out = stock(*args, **kwargs)
+    context.attended.add(planned.fqn)
+    out = _selected(out, layout, rank)
+    context.attach(sequences, out[0] if isinstance(out, (tuple, list)) else out)
+    return out
+
+
+@contextmanager
+def _on_all_tokens(sequences: ForwardSequences, region: Region | None, select: Callable[[T], T]) -> Iterator[None]:
+    """A context in which the module inside has all tokens; only this rank's are reduced over `tp` into shards of the sequence."""
+    sequences.is_gathered = True
+    try:
+        with nullcontext() if region is None else region.selecting(select):
+            yield
+    finally:
+        sequences.is_gathered = False
+
+
+def _gathered(value: Any, context: Context, layout: SequenceLayout) -> Any:
+    """All tokens of every local tensor [B, s, ..] in nested tuples and lists.
+
+    Dicts stay the objects that they are, because modules write to those: what a gathered module stores has all tokens.
+    """
+    if isinstance(value, T):
+        local = layout.num_tokens(context.group.rank)
+        if value.ndim < 2 or value.shape[1] != local or _is_mask(value, layout):
+            return value
+        if value.is_complex():  # of rotary tables; not every backend sends complex numbers
+            return torch.view_as_complex(_gathered(torch.view_as_real(value), context, layout))
+        return gather_tokens(value, context.group, layout, 1, "partial")
+    if type(value) in (tuple, list):
+        return type(value)(_gathered(item, context, layout) for item in value)
+    return value
+
+
+def _is_mask(x: T, layout: SequenceLayout) -> bool:
+    """Whether a tensor [B, heads or 1, S, S] has no dim of local tokens."""
+    return x.ndim == 4 and x.shape[2] == x.shape[3] == layout.full
+
+
+def _selected(out: Any, layout: SequenceLayout, rank: int) -> Any:
+    """This rank's tokens of every tensor [B, S, ..] of an output."""
+    if isinstance(out, T):
+        is_full = out.ndim >= 2 and out.shape[1] == layout.full and not _is_mask(out, layout)
+        return select_tokens(out, layout, rank, 1) if is_full else out
+    if type(out) in (tuple, list):
+        return type(out)(_selected(item, layout, rank) for item in out)
+    return out
+
+
+def _with_full_mask(
+    module: nn.Module, sequences: ForwardSequences, local: int, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    """The arguments with the padding mask of all tokens, where a model passes one [B, s].
+
+    Models cut the mask [B, S] to as many tokens as they see, and drop it for a single one.
+    """
+    if sequences.padding is None or _MASK not in forward_signature(module).parameters:
+        return args, kwargs
+    bound = forward_signature(module).bind(None, *args, **kwargs)
+    mask = bound.arguments.get(_MASK)
+    if (mask is None and local == 1) or (isinstance(mask, T) and mask.ndim == 2):
+        bound.arguments[_MASK] = sequences.padding
+        return bound.args[1:], bound.kwargs
+    return args, kwargs

@@ -1,0 +1,213 @@
+"""The inputs of a model on `cp`: full sequences, of which each rank keeps its tokens, with their positions in the full sequence.
+
+[B, S, ..] tensors    local tokens of dim 1
+position ids          local tokens; where they restart, another document begins (packed sequences)
+padding mask [B, S]   becomes documents too: no token attends to padding
+labels [B, S]         shifted first, under causal attention: the target of a token may be on another rank
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallelize.axes.batch.input_batch import MASK, BatchForm, InputBatch, documents_of
+from parallelize.axes.batch.row_inputs import is_array
+from parallelize.axes.context.cache_shards import cache_refused
+from parallelize.axes.context.cached_calls import KEEP, CachedCall, cached_call, check_mask
+from parallelize.axes.context.forward_state import Context
+from parallelize.axes.context.full_masks import mask_of_model
+from parallelize.axes.context.sequence_shards import SequenceLayout
+from parallelize.axes.vocabulary.loss.losses import valid_tokens
+from parallelize.base.errors import ModelError, Problem, ShapeError
+from parallelize.base.torch_private import torch_tensors as private
+from parallelize.plan.models.label_loss import label_loss
+from parallelize.plan.models.wrapped_models import stock_model
+from parallelize.plan.schema import Plan
+
+T = torch.Tensor
+_OTHER_CACHES = ("past_key_value", "cache_params")
+_CACHES = ("past_key_values", *_OTHER_CACHES)
+IGNORED = -100
+
+
+class ContextInputs:
+    """Splits the inputs of one model.
+
+    Args:
+        root: the model.
+        plan: names the argument for positions, and whether it marks packed documents.
+    """
+
+    def __init__(self, root: nn.Module, plan: Plan):
+        self.positions = "" if plan.positions == "none" else plan.positions
+        self.name, self.form = type(root).__name__, BatchForm(root, positions=self.positions)
+        parameters = self.form.signature.parameters
+        self.takes_cache = bool(self.form.no_cache) or "use_cache" in parameters
+        self.takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.takes_mask = MASK in parameters
+        self.positions_from = plan.positions_from
+        # other models are called without masks, so packed documents mean nothing there
+        self.has_masks = is_registered(stock_model(root))
+        self.packs = plan.packing == "positions" and self.has_masks
+        self.may_cache = self.has_masks and self.takes_cache and "past_key_values" in parameters
+        self.slices_logits = KEEP in parameters
+        if self.positions and self.positions not in parameters:
+            what = (
+                f"{self.name}.forward takes no {self.positions!r}, so it would not know the positions of local tokens"
+            )
+            fix = "name the argument under `positions:` in the plan; `positions: none` if positions do not matter"
+            raise ModelError(Problem("no-positions", what, fix=fix))
+
+    def local_call(
+        self, context: Context, root: nn.Module, batch: InputBatch
+    ) -> tuple[tuple, dict[str, Any], CachedCall | None]:
+        """The arguments of a call with this rank's tokens. The context learns the length and documents of the sequences.
+
+        Returns: (args, kwargs, how the call uses a cache or None).
+        Raises: ShapeError `no-sequence`, `short-sequence`, `bad-position-ids`, `bad-mask`, `cache-full`; ModelError
+            `given-mask`, `cache-over-cp`, `labels-over-cp`, `one-row`, `hidden-states-over-cp`; TypeError, as the model's own
+            forward would.
+        """
+        self.form.signature.bind(None, *batch.args, **batch.kwargs)
+        call, new = dict(batch.inputs), batch.length
+        cached = cached_call(context, root, call, new) if self.may_cache else None
+        layout = context.layout_of(new) if cached is None else cached.layout
+        self._refuse(batch, cached)
+        if cached is None:
+            _refuse_short(layout)
+        self._begin(context, batch, call, layout.full, cached)
+        if call.get("labels") is not None:
+            kind = label_loss(root, call["labels"])
+            if not (kind.takes_shifted and kind.divides and self.takes_more and context.is_causal):
+                raise _labels_refused(self.name)
+            call |= self._labels(context, kind.targets(call["labels"], batch.mask), call, new)
+        if cached is None or cached.splits:
+            rank = context.group.rank
+            for name, value in call.items():
+                call[name] = value if name in _CACHES else local_tokens(value, layout, rank)
+        if context.has_gathered and self.takes_mask:
+            call[MASK] = mask_of_model(context, call, layout.full)
+        self._set_cache(call, cached, context, _device(batch))
+        return *batch.call(call), cached
+
+    def _set_cache(
+        self, call: dict[str, Any], cached: CachedCall | None, context: Context, device: torch.device
+    ) -> None:
+        """The arguments for the cache, and for the tokens whose logits are needed."""
+        if self.takes_cache and (cached is None or cached.cache is None):
+            call["use_cache"] = False
+        if cached is not None and cached.cache is not None:
+            call["past_key_values"] = cached.stock_cache
+        if cached is not None and cached.keep and self.slices_logits:
+            indices = cached.local_indices(context.group.rank)
+            call[KEEP] = torch.tensor(indices, device=device)
+
+    def _begin(
+        self, context: Context, batch: InputBatch, call: dict[str, Any], full: int, cached: CachedCall | None
+    ) -> None:
+        """Set positions in the full sequence, and turn positions and padding mask into documents, which replace the mask."""
+        mask, positions = batch.mask, batch.positions
+        packed = positions if self.packs and mask is None and (cached is None or cached.cache is None) else None
+        documents = documents_of(packed, mask)
+        if cached is None:
+            marked = documents is not None
+            context.begin(full, documents, padding=mask if marked else None, positions=packed if marked else None)
+        else:
+            check_mask(mask, full)
+            context.begin(full, documents, cached.cache, cached.splits)
+        if self.positions and positions is None:
+            counted = call.get(self.positions_from) if self.positions_from else None
+            call[self.positions] = _default_positions(counted, full, _device(batch))[:, full - batch.length :]
+        if MASK in call:
+            call[MASK] = None
+
+    def _refuse(self, batch: InputBatch, cached: CachedCall | None) -> None:
+        call, mask, new = batch.inputs, batch.mask, batch.length
+        if mask is not None and not (isinstance(mask, T) and mask.ndim == 2 and self.has_masks):
+            fix = "a padding mask [batch, tokens] of a model of transformers, or none"
+            raise ModelError(Problem("given-mask", "this kind of attention mask is not supported over cp", fix=fix))
+        names = _CACHES if cached is None else _OTHER_CACHES
+        if any(call.get(name) is not None for name in names) or (cached is None and call.get("use_cache")):
+            raise cache_refused(f"this key/value cache of {self.name}")
+        keep = call.get(KEEP)
+        if cached is None and (isinstance(keep, T) or keep):
+            what = "logits_to_keep counts from the end of the sequence, which is on one rank"
+            raise ModelError(Problem("one-row", what, fix="use_cache=True, or slice gather_sequence(model, logits)"))
+        positions = batch.positions
+        if positions is not None and (positions.ndim != 2 or positions.shape[1] != new):
+            what = f"{self.positions} {list(positions.shape)} for sequences of {new} tokens"
+            raise ShapeError(Problem("bad-position-ids", what, fix=f"[1 or batch, {new}], for the full sequence"))
+
+    def _labels(self, context: Context, labels: T, call: dict[str, Any], full: int) -> dict[str, Any]:
+        """What the stock loss of causal models needs to compute this rank's part of the mean over all data ranks."""
+        targets, count = call.get("shift_labels"), call.get("num_items_in_batch")
+        targets = next_tokens(labels) if targets is None else targets
+        if count is None:
+            count = valid_tokens(local_tokens(targets, context.layout_of(full), context.group.rank), context.mesh)
+        return {"shift_labels": targets, "num_items_in_batch": count}
+
+
+def is_registered(root: nn.Module) -> bool:
+    """Whether a model takes its attention and its masks from the registry of `transformers`."""
+    return hasattr(getattr(root, "config", None), "_attn_implementation")
+
+
+def _default_positions(mask: T | None, full: int, device: torch.device) -> T:
+    """Consecutive positions; for a model that counts positions by its mask, that count."""
+    if mask is None:
+        return torch.arange(full, device=device).unsqueeze(0)
+    return mask.cumsum(1) * mask - 1
+
+
+def _labels_refused(name: str) -> ModelError:
+    what = f"the loss of {name} is not the sum over next tokens, the only loss that is known to be a sum over ranks"
+    fix = "ParallelModel.step(..., targets=...), or parallelize.cross_entropy(logits, targets, mesh=mesh)"
+    return ModelError(Problem("labels-over-cp", what, fix=fix))
+
+
+def _refuse_short(layout: SequenceLayout) -> None:
+    """Refuse sequences of which a rank would have no token: stock forwards do not run on empty inputs."""
+    empty = [rank for rank in range(layout.size) if not layout.of_rank(rank)]
+    if empty:
+        what = f"a sequence of {layout.full} tokens leaves ranks {empty} of cp (size {layout.size}) without any"
+        raise ShapeError(Problem("short-sequence", what, fix="longer sequences (pad them), or a smaller cp"))
+
+
+def local_tokens(value: Any, layout: SequenceLayout, rank: int) -> Any:
+    """The local tokens of all tensors and arrays [batch, full, ..] in a nested value; anything else is unchanged."""
+
+    def split(leaf: Any) -> Any:
+        if not (isinstance(leaf, T) or is_array(leaf)) or leaf.ndim < 2 or leaf.shape[1] != layout.full:
+            return leaf
+        if isinstance(leaf, T):
+            return select_tokens(leaf, layout, rank, 1)
+        return leaf.take([token for run in layout.of_rank(rank) for token in range(*run)], 1)
+
+    return private.tree_map(split, value)
+
+
+def select_tokens(x: T, layout: SequenceLayout, rank: int, dim: int) -> T:
+    """The tokens of a rank along a dim of full sequences."""
+    runs = [x.narrow(dim, start, stop - start) for start, stop in layout.of_rank(rank)]
+    return torch.cat(runs, dim) if runs else x.narrow(dim, 0, 0)
+
+
+def next_tokens(ids: T, ignore_index: int = IGNORED) -> T:
+    """The target of each token: the id of the next token.
+
+    Args:
+        ids: full sequences [batch, tokens].
+        ignore_index: target of the last token, which the loss ignores.
+
+    Returns: [batch, tokens], for `targets=` of a loss or of `ParallelModel.step`, which take this rank's part of it.
+    Cost: no communication.
+    """
+    return F.pad(ids[:, 1:], (0, 1), value=ignore_index)
+
+
+def _device(batch: InputBatch) -> torch.device:
+    return next(value.device for value in batch.inputs.values() if isinstance(value, T))

@@ -1,0 +1,154 @@
+"""An error in one stage is raised on every rank. All gradients are dropped, and the next step works.
+
+Ranks that wait for the failed one in a collective of the step, such as a gather of ZeRO 3, never come to where failures are exchanged.
+They find its failure in the store, when their collective has given up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallelize.base.errors import PipelineError, Problem, ShapeError
+from parallelize.base.torch_private.torch_groups import default_store
+from parallelize.ops.vocabulary.vocabulary_shard import check_ids
+from parallelize.watchdog.watching import follows_from_another_rank
+
+_KEY = "parallelize/stage-failed"
+_PHASES = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first error of one rank.
+
+    Attributes:
+        rank: the global rank.
+        phase: a value of `_PHASES`.
+        module: fqn of the innermost module whose code raised it; empty where there is none.
+        error: type and message.
+        at: time of the failure, in seconds since the epoch.
+    """
+
+    rank: int
+    stage: int
+    microbatch: int
+    phase: str
+    module: str
+    error: str
+    at: float
+
+    @classmethod
+    def of(cls, error: BaseException, root: nn.Module, stage: int, microbatch: int, kind: str) -> Failure:
+        named = _named(error)
+        text = "".join(traceback.format_exception_only(type(named), named)).strip()
+        module = _module_of(error, root)
+        return cls(dist.get_rank(), stage, microbatch, _PHASES[kind], module, text, time.time())
+
+
+def _named(error: BaseException) -> BaseException:
+    """`id-out-of-range` for torch's IndexError of an embedding, as tables over `tp` raise it; else the error itself."""
+    trace = error.__traceback__ if isinstance(error, IndexError) else None
+    while trace is not None:
+        values = trace.tb_frame.f_locals
+        rows = getattr(values.get("self"), "num_embeddings", None)
+        for ids in values.values():
+            if isinstance(rows, int) and isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32):
+                try:
+                    check_ids(ids, rows, "ids")
+                except ShapeError as named:
+                    return named
+        trace = trace.tb_next
+    return error
+
+
+def _module_of(error: BaseException, root: nn.Module) -> str:
+    """The fqn of the innermost module in the traceback, or an empty string."""
+    names = {id(module): name for name, module in root.named_modules()}
+    innermost = ""
+    trace = error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and names.get(id(owner)):
+            innermost = names[id(owner)]
+        trace = trace.tb_next
+    return innermost
+
+
+def raise_together(local: Failure | None, group: dist.ProcessGroup, cause: BaseException | None) -> None:
+    """Raise the earliest failure of the group on all its ranks. A collective.
+
+    Raises: PipelineError `stage-failed`.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, None if local is None else asdict(local), group=group)
+    failures = sorted((Failure(**fields) for fields in gathered if fields), key=lambda failure: failure.at)
+    raise _stage_failed(failures) from cause
+
+
+def tell(local: Failure, cause: BaseException | None) -> None:
+    """Put this rank's failure into the store, unless it follows from another rank's or an earlier one is there.
+
+    Cost: one message to the store, in a step that fails.
+    """
+    store = default_store()
+    if store is None or (cause is not None and follows_from_another_rank(cause)):
+        return
+    with suppress(RuntimeError):  # the process that has the store is gone
+        store.compare_set(_KEY, "", json.dumps(asdict(local)))
+
+
+def told() -> Failure | None:
+    """The failure in the store, of any rank; None where there is none."""
+    store = default_store()
+    with suppress(RuntimeError):
+        if store is not None and store.check([_KEY]) and (text := store.get(_KEY)):
+            return Failure(**json.loads(text))
+    return None
+
+
+def forget_told() -> None:
+    """Remove the failure from the store: all ranks have exchanged theirs, and a later step may fail otherwise."""
+    store = default_store()
+    with suppress(RuntimeError):
+        if store is not None:
+            store.delete_key(_KEY)
+
+
+def raise_told(local: Failure | None, cause: BaseException) -> None:
+    """Raise this rank's failure and that of the store, where the ranks cannot reach each other any more; nothing without one.
+
+    Raises: PipelineError `stage-failed`, from the cause.
+    """
+    failures = {found.rank: found for found in (local, told()) if found is not None}
+    if failures:
+        raise _stage_failed(sorted(failures.values(), key=lambda failure: failure.at)) from cause
+
+
+def _stage_failed(failures: list[Failure]) -> PipelineError:
+    first = failures[0]
+    rows = (
+        ("stage", f"{first.stage}, on rank {first.rank}"),
+        ("microbatch", f"{first.microbatch}, {first.phase}"),
+        ("module", first.module or "-"),
+        ("error", first.error),
+        *((("also", ", ".join(f"rank {other.rank}" for other in failures[1:9])),) if len(failures) > 1 else ()),
+    )
+    what = f"stage {first.stage} failed on rank {first.rank}: {first.error.splitlines()[0]}"
+    fix = "the gradients are dropped; correct the cause and call step again"
+    return PipelineError(Problem("stage-failed", what, rows=rows, fix=fix))
+
+
+def forget_gradients(root: nn.Module) -> None:
+    """Drop all gradients, because those of an incomplete step are wrong."""
+    with torch.no_grad():
+        for parameter in root.parameters():
+            parameter.grad = None

@@ -1,0 +1,145 @@
+"""Adapters that PEFT adds to a model after it was cut into stages: each rank keeps those of its own layers.
+
+PEFT gives adapters to the layers of other stages too, whose sizes it still knows. So ranks that are seeded alike draw what one process
+draws. Before the next step, and before an optimizer is built, the plan of the full model is resolved again under the names of now, what
+belongs to other stages is dropped, and the plan over `tp` gets the rest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from parallelize.axes.pipeline.absent_parameters import drop_parameters, show_absent_to_peft
+from parallelize.axes.pipeline.ties import mark_stages
+from parallelize.base.errors import ModelError, Problem
+from parallelize.comm.handshake import agree_on
+from parallelize.plan.adapters import BASE, ORIGINAL, copied_layers, is_adapter_parameter
+from parallelize.plan.grown_facts import with_adapters
+from parallelize.plan.model_facts import ModelFacts, describe
+from parallelize.plan.resolve import resolve_again
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.state.later_changes import when_changed
+from parallelize.state.peft_reads import guard_peft_reads
+from parallelize.state.records import Cut, applied, cut_of, mark_applied, mark_parameter, resolution_so_far
+
+_CALL = "the next step, after adapters were added"
+_FIRST = "get_peft_model(model, config) first, then parallelize_model(model, mesh)"
+
+
+class StageAdapters:
+    """Takes in the adapters that a model gets after its cut. Called with the model, by all ranks of the mesh or none."""
+
+    def __init__(self, module: nn.Module):
+        self._is_changed = False
+        guard_peft_reads()
+        show_absent_to_peft()
+        self._watch(module)
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy of a model has no part in the steps of the pipeline."""
+
+    def _watch(self, module: nn.Module) -> None:
+        when_changed(module, partial(_changed, weakref.ref(self)))
+
+    def changed(self) -> None:
+        """The model was given a module or a parameter."""
+        self._is_changed = True
+
+    def __call__(self, module: nn.Module) -> None:
+        """Plan the adapters that were added since the model was cut. Nothing, if there are none.
+
+        Raises: ModelError `added-parameter`; PlanError `unplanned-adapter`; HandshakeError `ranks-disagree`, `ranks-missing`.
+        """
+        cut = cut_of(module)
+        if not self._is_changed or cut is None:
+            return
+        self._is_changed = False
+        self._watch(module)
+        now = describe(module)
+        if not any(is_adapter_parameter(name) and name not in cut.facts.owners for name in now.owners):
+            return
+        with agree_on(cut.mesh, call=_CALL):
+            _refuse(module, cut, now)
+        trains = _trained_on_all_stages(cut, now)
+        with agree_on(cut.mesh, call=_CALL) as agreed:
+            resolved = resolve_again(cut.resolved, with_adapters(cut.facts, now, trains))
+            _refuse_tied(cut.resolved, resolved)
+            agreed |= resolved.structure()
+        earlier = resolution_so_far(module)  # over all axes, where later steps were calls of their own
+        over_all_axes = resolved if earlier is cut.resolved else resolve_again(earlier, resolved.facts)
+        mark_applied(module, cut=replace(cut, resolved=resolved), resolved=over_all_axes)
+        for unit in cut.stages.units:
+            if unit in now.aliases and not cut.present(unit):
+                inner = module.get_submodule(unit)
+                for parameter in inner.parameters():
+                    mark_parameter(parameter, absent=True)
+                drop_parameters(inner)
+        over_tp = applied(module).plan_later
+        if over_tp is not None:
+            over_tp(module)
+        mark_stages(module)
+
+
+def _refuse(module: nn.Module, cut: Cut, now: ModelFacts) -> None:
+    """Refuse what PEFT can only be asked for before the cut."""
+    plan = cut.resolved.plan
+    added = [name for name in now.owners if name not in cut.facts.owners and is_adapter_parameter(name)]
+    dropping = [name for name, inner in now.objects.items() if _drops_by_chance(inner)]
+    copied = [name for name in copied_layers(now) if f"{name}.{ORIGINAL}" not in cut.facts.modules]
+    reasons = {
+        "its plan is a dict of style objects": plan.unclaimed == "leave",
+        "collectives of its linears overlap with their matmuls": plan.options.overlap not in (None, "off"),
+        f"{dropping[0] if dropping else ''} would draw masks that depend on the mesh": bool(dropping),
+        f"{copied[0] if copied else ''} was copied, on a mesh with tp": bool(copied) and cut.resolved.tp_size > 1,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            what = f"adapters were added after the model was cut into stages ({added[0]}), and {reason}"
+            raise ModelError(Problem("added-parameter", what, fix=_FIRST))
+
+
+def _drops_by_chance(module: nn.Module) -> bool:
+    """Whether a module drops by masks of PyTorch's generator."""
+    return isinstance(module, nn.Dropout) and module.p > 0 and applied(module).dropout is None
+
+
+def _refuse_tied(before: ResolvedPlan, now: ResolvedPlan) -> None:
+    """Copies of a tied parameter are found by their names."""
+    tied = {name for tie in before.ties for name in tie.members} - {name for tie in now.ties for name in tie.members}
+    if tied:
+        what = (
+            f"adapters were added after the model was cut into stages, around {min(tied)}, which other stages have too"
+        )
+        raise ModelError(Problem("added-parameter", what, fix=_FIRST))
+
+
+def _trained_on_all_stages(cut: Cut, now: ModelFacts) -> dict[str, bool]:
+    """By name, whether a parameter requires a gradient on the stage that has it. A collective over `pp`."""
+    local = {name: fact.requires_grad for fact in now.parameters.values() for name in fact.names if cut.present(name)}
+    parts: list[Any] = [None] * cut.group.size
+    dist.all_gather_object(parts, local, group=cut.group.pg)
+    return {name: trains for part in parts for name, trains in part.items()}
+
+
+def _changed(adapters: weakref.ref[StageAdapters]) -> None:
+    taker = adapters()
+    if taker is not None:
+        taker.changed()
+
+
+def adapted_layers_of(module: nn.Module) -> list[Any]:
+    """PEFT's modules that call a layer and its adapters, of all stages."""
+    return [inner for inner in module.modules() if BASE in inner._modules]
+
+
+def active_adapters(layers: Sequence[Any]) -> str:
+    """Which adapters layers add: these decide which activations have gradients, and are the same on all stages."""
+    names = {(*layer.active_adapters, layer.disable_adapters) for layer in layers if hasattr(layer, "disable_adapters")}
+    return str(sorted(map(str, names)))

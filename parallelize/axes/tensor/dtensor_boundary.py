@@ -1,0 +1,116 @@
+"""Boundary conversions of PyTorch's styles, whose modules may be called with DTensors, and may have to return one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from parallelize.axes.tensor.gathered_for_code import GatheredForCode, partial_of_gathered
+from parallelize.axes.tensor.placements import BiasedOutput, convert_output, local_input
+from parallelize.axes.tensor.planned_forward import Planned
+from parallelize.axes.tensor.shared_conversion import SharedConversion
+from parallelize.axes.tensor.watched_dtensor import SHARD, Questions, needs_placement
+from parallelize.comm.groups import Group
+from parallelize.plan.styles.contract import Contract, Conversion
+
+SharedConversions = dict[tuple[str, int], SharedConversion]
+
+
+def input_conversion(
+    contract: Contract, tp: DeviceMesh, group: Group, conversions: SharedConversions
+) -> Callable | None:
+    """What makes the input that a module computes with, most often a plain local tensor; None where it is one already.
+
+    conversions: of the column linears of the model, which share them, by conversion and dim.
+    """
+    traits, dim = contract.traits, contract.sequence_dim
+    if contract.enter is Conversion.LEAVE_REGION:
+        return GatheredForCode(tp, group, dim, not contract.computes_with_dtensors)
+    if contract.enter in (Conversion.COPY, Conversion.GATHER_SEQUENCE):
+        gathers = contract.enter is Conversion.GATHER_SEQUENCE
+        key = contract.enter.value, dim if gathers else 0
+        source: Placement = Shard(dim) if gathers else Replicate()
+        if key not in conversions:
+            conversions[key] = SharedConversion(partial(_full_input, mesh=tp, group=group, source=source))
+        return conversions[key]
+    if contract.takes_ids:
+        return _full_ids
+    if traits.splits_output:  # its block has gathered the input
+        return None
+    desired = Shard(dim) if traits.by_token else Shard(-1)
+    source = Replicate() if contract.enter is Conversion.SPLIT_LAST else desired
+    adapt = partial(local_input, mesh=tp, group=group, source=source, desired=desired, partial_grad=False)
+    return adapt if contract.enter is Conversion.SPLIT_LAST else partial(_local, adapt=adapt)
+
+
+def _full_input(x: torch.Tensor, mesh: DeviceMesh, group: Group, source: Placement) -> torch.Tensor:
+    """The full plain input of a column linear."""
+    needs_placement(x, source)
+    full = partial_of_gathered(x) if source.is_replicate() else None
+    if full is not None:
+        return full
+    return local_input(x, mesh=mesh, group=group, source=source, desired=Replicate(), partial_grad=True)
+
+
+def return_dtensor(
+    module: nn.Module, planned: Planned, contract: Contract, tp: DeviceMesh, group: Group, width: int | None
+) -> None:
+    """Make the output a DTensor. width: the full size of the last dim where the output is a shard of it."""
+    source, desired = _output_placements(contract)
+    if contract.adds_bias_after_sum and planned.bias is not None and planned.leave is not None:
+        planned.leave = biased = BiasedOutput(planned.leave, tp, desired)
+        module.register_forward_hook(biased.wrap)
+        return
+    returned = partial(convert_output, mesh=tp, group=group, source=source, desired=desired, width=width, local=False)
+    planned.leave = ShardForCode(returned) if contract.traits.by_token else returned
+
+
+class ShardForCode:
+    """The output of a norm on sequence shards: a DTensor, until a forward has shown that its shard will do.
+
+    Args:
+        as_dtensor: makes the DTensor of a shard.
+    """
+
+    __slots__ = ("_as_dtensor", "_questions")
+
+    def __init__(self, as_dtensor: Callable[[torch.Tensor], Any]):
+        self._as_dtensor, self._questions = as_dtensor, Questions(SHARD)
+
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        if self._questions.need_no_dtensor():
+            return y
+        return self._questions.watched(self._as_dtensor(y))
+
+    def __deepcopy__(self, memo: dict) -> ShardForCode:
+        return memo.setdefault(id(self), ShardForCode(self._as_dtensor))
+
+
+def _output_placements(contract: Contract) -> tuple[Placement, Placement]:
+    """(before, after) the conversion of the output."""
+    dim = contract.sequence_dim
+    source: Placement = Shard(-1)
+    if contract.traits.sums_output:
+        source = Partial()
+    elif contract.traits.by_token:
+        source = Shard(dim)
+    desired = {
+        Conversion.GATHER_LAST: Replicate(),
+        Conversion.REDUCE: Replicate(),
+        Conversion.SCATTER_SEQUENCE: Shard(dim),
+    }
+    return source, desired.get(contract.leave, source)
+
+
+def _local(x: torch.Tensor, adapt: Callable) -> torch.Tensor:
+    return adapt(x) if isinstance(x, DTensor) else x
+
+
+def _full_ids(ids: torch.Tensor) -> torch.Tensor:
+    return ids.full_tensor() if isinstance(ids, DTensor) else ids

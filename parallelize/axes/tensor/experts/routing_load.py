@@ -1,0 +1,142 @@
+"""How evenly the tokens of mixtures are spread: over experts, and over the ranks that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallelize.axes.tensor.experts.balanced_routing import choices_of, experts_of
+from parallelize.base.layout import balanced_interval
+from parallelize.base.mesh import DATA_AXES
+from parallelize.comm.groups import axis_group
+from parallelize.comm.meshes import mesh_spec
+from parallelize.ops.replay_cache import in_recompute
+from parallelize.state.forward_rows import ForwardRows, call_arguments, forward_rows
+from parallelize.state.records import mesh_of, record_of
+
+T = torch.Tensor
+
+
+class RoutingLoad:
+    """Numbers of tokens that each expert got, of all forwards within `routing_load`. Nothing is sent before they are asked for.
+
+    Args:
+        model: the mixture.
+        ep: the number of ranks over which its experts are divided.
+
+    Attributes:
+        local: name of each module of experts -> [experts], counts of this rank's tokens.
+    """
+
+    def __init__(self, model: nn.Module, ep: int):
+        self.model, self.ep = model, ep
+        self.local: dict[str, T] = {}
+        self._rows: ForwardRows | None = None
+
+    def add(self, name: str, count: int, choices: T, weights: T | None = None) -> None:
+        """Count the choices of one call.
+
+        Args:
+            name: of the module of experts.
+            count: the number of its experts.
+            choices: [tokens, k].
+            weights: [tokens], int64: how often each counts. None: once.
+        """
+        if in_recompute():
+            return
+        chosen = choices.flatten().clamp(0, count - 1).long()
+        each = torch.ones_like(chosen) if weights is None else weights.repeat_interleave(choices.shape[1])
+        counts = each.new_zeros(count).scatter_add_(0, chosen, each)
+        self.local[name] = self.local[name] + counts if name in self.local else counts
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A pre-hook of the root: which rows of its routers only pad the shards of the sequence-parallel region."""
+        arguments, self._rows = call_arguments(module, args, kwargs), None
+        if {"input_ids", "inputs_embeds"} & {key for key, value in arguments.items() if value is not None}:
+            self._rows = forward_rows(module, arguments)
+
+    def _tokens(self, count: int, device: torch.device) -> T | None:
+        """[count]: 0 for rows that only pad a shard, else 1. None: no row does."""
+        if self._rows is None or not self._rows.is_divided(count):
+            return None
+        return (self._rows.indices(count, device) >= 0).to(torch.int64)
+
+    def counts(self) -> dict[str, T]:
+        """Name of each module of experts on this pipeline stage -> [experts], over all ranks with other tokens. A collective.
+
+        Where ranks of `tp` have the same tokens, these count once for each of them.
+        """
+        mesh = mesh_of(self.model)
+        names = mesh_spec(mesh).names if mesh is not None else ()
+        axes = [axis for axis in names if axis in (*DATA_AXES, "tp")]
+        summed = {name: counts.clone() for name, counts in self.local.items()}
+        if mesh is not None and axes and summed:
+            joined = torch.cat(list(summed.values()))
+            dist.all_reduce(joined, group=axis_group(mesh, *axes))
+            summed = dict(zip(summed, joined.split([len(counts) for counts in summed.values()]), strict=True))
+        return summed
+
+    def imbalance(self) -> dict[str, float]:
+        """The largest over the mean number of tokens, of the worst layer: "expert" by expert, "rank" by rank of `ep`.
+
+        1.0 is balanced; a step takes as long as the rank with the most tokens. The layer is the worst of all pipeline stages. A
+        collective over all ranks, and a wait of the host.
+        """
+        worst = {"expert": 1.0, "rank": 1.0}
+        for counts in self.counts().values():
+            shares = [counts[slice(*balanced_interval(len(counts), self.ep, rank))].sum() for rank in range(self.ep)]
+            for key, values in (("expert", counts), ("rank", torch.stack(shares))):
+                values = values.double()
+                worst[key] = max(worst[key], float(values.max() / values.mean().clamp(min=1e-9)))
+        return dict(zip(worst, largest_over_stages(self.model, list(worst.values())), strict=True))
+
+
+def largest_over_stages(model: nn.Module, values: list[float]) -> list[float]:
+    """Each value of the pipeline stage where it is largest. A collective over the stages of a model, if it has several."""
+    mesh = mesh_of(model)
+    if mesh is None or mesh_spec(mesh).ranks("pp") == 1:
+        return values
+    largest = torch.tensor(values, device=mesh.device_type)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis_group(mesh, "pp"))
+    return largest.tolist()
+
+
+def routing_load_of(model: nn.Module) -> RoutingLoad:
+    """Counts of a mixture, none so far."""
+    record = record_of(model)
+    return RoutingLoad(model, record.resolved.options.ep if record is not None else 1)
+
+
+@contextmanager
+def routing_load(model: nn.Module) -> Iterator[RoutingLoad]:
+    """Count the choices of a mixture's routers within the block.
+
+    Args:
+        model: a mixture, before or after `parallelize_module`.
+
+    Returns: a context manager; it yields a `RoutingLoad`.
+    Raises: ModelError `no-experts`.
+    Cost: a sum over [tokens, k] choices for each layer and forward; no message, and no wait of the host.
+    """
+    experts, load = experts_of(model), routing_load_of(model)
+    handles = [
+        module.register_forward_pre_hook(partial(_count, load, name, count), with_kwargs=True)
+        for name, module, count in experts
+    ]
+    handles.append(model.register_forward_pre_hook(load._enter, with_kwargs=True))
+    try:
+        yield load
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _count(load: RoutingLoad, name: str, count: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    choices = choices_of(module, args, kwargs)
+    load.add(name, count, choices, load._tokens(len(choices), choices.device))

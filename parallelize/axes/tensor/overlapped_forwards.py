@@ -1,0 +1,75 @@
+"""Planned forwards whose collectives overlap with matmuls, each bound to its module; see `overlap_sites.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.axes.tensor.planned_forward import installed
+
+
+def install_overlapped(module: nn.Module, forward: Callable, overlap: Any, index: int = 0) -> None:
+    """Make an installed module run `forward`, one of the forwards below, before the forward that it has."""
+    planned = installed(module)
+    assert planned is not None
+    if forward in (overlapped_column, overlapped_consumer):
+        planned.enter = None  # the shared input is converted, for the plain forward too
+    planned.overlap, planned.index, planned.plain = overlap, index, module.__dict__["forward"].__func__
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def overlapped_row(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    planned, parameters, input = self._applied.planned, self._parameters, _single_input(args, kwargs)
+    if planned.enter is not None:
+        input = planned.enter(input)
+    bias = planned.bias
+    return planned.overlap(input, planned.weight.local(parameters), None if bias is None else bias.local(parameters))
+
+
+def overlapped_column(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A column linear that converts its own input."""
+    planned, input = self._applied.planned, _single_input(args, kwargs)
+    shared, depth = planned.overlap, planned.overlap.depth
+    try:
+        out = _take_output(self, shared.enter(input))
+    except BaseException:
+        shared.leave(depth, failed=True)
+        raise
+    shared.leave(depth)
+    return out
+
+
+def overlapped_consumer(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A column linear whose output was computed when its block was called."""
+    return _take_output(self, _single_input(args, kwargs))
+
+
+def _single_input(args: tuple, kwargs: dict) -> torch.Tensor:
+    """The only input of a linear, passed by position or by any name."""
+    (value,) = (*args, *kwargs.values())
+    return value
+
+
+def _take_output(self: Any, input: torch.Tensor) -> torch.Tensor:
+    planned = self._applied.planned
+    out = planned.overlap.take(planned.index, input)
+    if out is None:
+        return planned.plain(self, input)
+    return out if planned.leave is None else planned.leave(out)
+
+
+def overlapped_block(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A block whose column linears read one input."""
+    planned = self._applied.planned
+    shared, depth = planned.overlap, planned.overlap.depth
+    try:
+        out = planned.plain(self, *args, **kwargs)
+    except BaseException:
+        shared.leave(depth, failed=True)
+        raise
+    shared.leave(depth)
+    return out

@@ -1,0 +1,235 @@
+"""Lowers a dict of style objects into a plan: rules with contracts, wherever a style means the same.
+
+A plan has what a dict lacks: overlap, fused loss, `explain`, `verify`, checkpoints by plan. A dict with a style that cannot be
+lowered is applied as it is (`Plan.kept`). Parameters that no style names stay plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement
+
+from parallelize.axes.tensor.placements import dim_of
+from parallelize.axes.tensor.torch_styles.boundary import PrepareModuleInput, SequenceParallel
+from parallelize.axes.tensor.torch_styles.dicts import is_styles, match_styles, open_tie, spelled
+from parallelize.axes.tensor.torch_styles.input_reads import readers_of_input, readers_of_output
+from parallelize.axes.tensor.torch_styles.linear import ColwiseParallel, RowwiseParallel
+from parallelize.plan.choose import plan_of, plan_or_none
+from parallelize.plan.model_facts import ModelFacts
+from parallelize.plan.options import Options
+from parallelize.plan.resolve import for_model
+from parallelize.plan.schema import Cuts, KeptStyle, Plan, Rule
+from parallelize.plan.styles import pytorch  # noqa: F401, so that its words are known
+from parallelize.plan.styles.style import StyleText
+from parallelize.plan.units import layers_of
+from parallelize.state.records import facts_of, record_of
+
+
+def plan_of_styles(module: nn.Module, plan: Any, strict: bool = True, tp: int = 2) -> Plan:
+    """`plan_of`, also for PyTorch's style objects: one, or a dict of name patterns to them.
+
+    strict: whether a pattern of a dict that matches nothing is an error, or a warning as in PyTorch's `parallelize_module`.
+    tp: the ranks that a plan is derived for.
+
+    The plan's sections for other axes than `tp` are those of the model's own plan, where it has one.
+
+    Raises: as `match_styles`, and as `plan_of`.
+    """
+    return _Lowering(module, match_styles(module, plan, strict)).run() if is_styles(plan) else plan_of(module, plan, tp)
+
+
+def passes_dtensors(plan: Plan) -> str:
+    """Why DTensors pass between modules, where collectives then cannot overlap with matmuls; empty where they do not."""
+    reasons = [f"{item.fqn or 'the model'}: {item.reason}" for item in plan.kept if item.reason]
+    blocks = (f"{rule.pattern or 'the model'}: code may read the gathered input" for rule in read_by_code(plan))
+    norms = (rule for rule in plan.rules if rule.style.traits.by_token and "output_type" in rule.style.options)
+    return "; ".join([*reasons, *blocks, *(f"code may read the DTensor that {rule.pattern} returns" for rule in norms)])
+
+
+def read_by_code(plan: Plan) -> list[Rule]:
+    """The rules of modules that gather an input for their own code, which computes with it as with any full tensor."""
+    return [rule for rule in plan.rules if rule.style.traits.shares_input and "for_code" in rule.style.options]
+
+
+class _Lowering:
+    """Makes one rule for each module whose styles can be lowered."""
+
+    def __init__(self, module: nn.Module, matched: Sequence[tuple[str, nn.Module, Any]]):
+        self.module, self.matched = module, matched
+        self.facts: ModelFacts = facts_of(module)
+        self.styles: dict[int, list[Any]] = {}
+        for _, target, style in matched:
+            self.styles.setdefault(id(target), []).append(style)
+        self.gathered: set[int] = set()  # linears whose block gathers their input
+
+    def run(self) -> Plan:
+        blocks = [match for match in self.matched if isinstance(match[2], PrepareModuleInput)]
+        others = [match for match in self.matched if not isinstance(match[2], PrepareModuleInput)]
+        # what a block gathers decides how its linears begin
+        texts = [(fqn, style, self._style(fqn, target, style)) for fqn, target, style in [*blocks, *others]]
+        reasons = {(fqn, id(style)): text for fqn, style, text in texts if isinstance(text, str)}
+        plan = replace(self._own_sections(), name="styles", options=Options(), source="", unclaimed="leave")
+        if not reasons:
+            rules = (
+                Rule(self.facts.aliases[fqn], text, "style") for fqn, _, text in texts if not isinstance(text, str)
+            )
+            return replace(plan, rules=tuple(rules))
+        kept = (
+            KeptStyle(fqn, style, spelled(style), reasons.get((fqn, id(style)), "")) for fqn, _, style in self.matched
+        )
+        return replace(plan, kept=tuple(kept))
+
+    def _own_sections(self) -> Plan:
+        """What the model's own plan says about axes other than `tp`, where this is the model that it is for."""
+        own = plan_or_none(self.module, None)
+        own = for_model(own, self.facts) if own is not None else None
+        if own is None or layers_of(own) not in self.facts.aliases:
+            return Plan("", ())
+        cuts, region = own.cuts, own.layers_region
+        if cuts is None and region is not None:
+            cuts = Cuts(region.layers, carry=(region.argument,) if region.argument else ())
+        return replace(own, rules=(), base="", sizes={}, regions=(), local=(), cuts=cuts)
+
+    def _style(self, fqn: str, target: nn.Module, style: Any) -> StyleText | str:
+        """The style of the rule; or, as text, why there is none."""
+        if record_of(self.module) is not None:
+            return "the model has a plan already"
+        if len(self.styles[id(target)]) > 1:
+            return "the module has several styles"
+        if any(isinstance(parameter, DTensor) for parameter in target.parameters()):
+            return "an earlier call has sharded a parameter that is tied to its own"
+        if tied := open_tie(self.module, target, set(self.styles)):
+            return f"it is tied to {tied}, which has no style"
+        if any(character in fqn for character in "*{},"):
+            return "its name reads as a pattern"
+        if isinstance(style, ColwiseParallel):
+            return self._colwise(fqn, target, style)
+        if isinstance(style, RowwiseParallel):
+            return self._rowwise(fqn, style)
+        if isinstance(style, SequenceParallel):
+            return self._sequence(fqn, style)
+        if isinstance(style, PrepareModuleInput):
+            return self._gather(fqn, target, style)
+        return f"a {type(style).__name__} has no equivalent"
+
+    def _colwise(self, fqn: str, target: nn.Module, style: ColwiseParallel) -> StyleText | str:
+        source, output = _text(style.input_layouts[0]), _text(style.output_layouts[0])
+        is_embedding = self._kind(fqn) == "embedding"
+        if source != "replicate" and (is_embedding or not source.startswith("dim")):
+            return f"its input is {style.input_layouts[0]}"
+        if output not in ("replicate", "features"):
+            return f"its output is {style.output_layouts[0]}"
+        options = {"input": "gathered" if id(target) in self.gathered else source, "output": output}
+        if style.use_local_output and output == "replicate" and self._is_head(fqn):
+            options["head"] = "yes"
+        return StyleText("ColwiseParallel", _with_type(options, style))
+
+    def _rowwise(self, fqn: str, style: RowwiseParallel) -> StyleText | str:
+        source, output = _text(style.input_layouts[0]), _text(style.output_layouts[0])
+        needed = ("replicate",) if self._kind(fqn) == "embedding" else ("replicate", "features")
+        if source not in needed:
+            return f"its input is {style.input_layouts[0]}"
+        if output != "replicate" and not output.startswith("dim"):
+            return f"its output is {style.output_layouts[0]}"
+        return StyleText("RowwiseParallel", _with_type({"input": source, "output": output}, style))
+
+    def _sequence(self, fqn: str, style: SequenceParallel) -> StyleText | str:
+        dim = _text(style.sequence_sharding[0])
+        if not dim.startswith("dim"):
+            return f"its input is {style.sequence_sharding[0]}"
+        reads = not style.use_local_output and not self._is_read_by_styles(fqn, dim)
+        return StyleText("SequenceParallel", {"dim": dim} | ({"output_type": "dtensor"} if reads else {}))
+
+    def _gather(self, fqn: str, target: nn.Module, style: PrepareModuleInput) -> StyleText | str:
+        """One gather of the first input: for the column linears of this dict, where only they read it, or for any code."""
+        sources = [_text(layout) for layout in style.input_layouts[:1]]
+        desired = [_text(layout) for layout in style.desired_input_layouts[:1]]
+        others = (*style.input_layouts[1:], *style.input_kwarg_layouts.values())
+        if desired != ["replicate"] or not sources[0].startswith("dim") or any(layout is not None for layout in others):
+            return "it does more than gather its first input"
+        readers = readers_of_input(target.__class__) if _is_stock(target) else None
+        linears = [getattr(target, name, None) for name in readers or ()]
+        options = {"input": sources[0], "inputs": str(len(style.input_layouts))}
+        if not linears or not self._has_one_name(target) or not all(map(self._reads_replicated, linears)):
+            return StyleText(
+                "PrepareModuleInput", {**options, "for_code": "tensor" if style.use_local_output else "dtensor"}
+            )
+        self.gathered |= {id(linear) for linear in linears}
+        return StyleText("PrepareModuleInput", options)
+
+    def _reads_replicated(self, module: Any) -> bool:
+        """Whether a module is a column linear of the dict whose input is full, and that is called in one place."""
+        styles = self.styles.get(id(module), [])
+        return (
+            len(styles) == 1
+            and isinstance(styles[0], ColwiseParallel)
+            and isinstance(module, nn.Linear)
+            and _is_stock(module)
+            and self._has_one_name(module)
+            and _text(styles[0].input_layouts[0]) == "replicate"
+        )
+
+    def _is_read_by_styles(self, fqn: str, dim: str) -> bool:
+        """Whether only modules read the output of a norm whose styles take their first input to be sharded along `dim`."""
+        parent_name, _, child = fqn.rpartition(".")
+        parent = self.module.get_submodule(parent_name)
+        norm = self.module.get_submodule(fqn)
+        if not (_is_stock(parent) and _is_stock(norm) and self._has_one_name(norm) and self._has_one_name(parent)):
+            return False
+        readers = readers_of_output(parent.__class__, child)
+        modules = [getattr(parent, name, None) for name in readers or ()]
+        return bool(modules) and all(self._takes_shard(module, dim) for module in modules)
+
+    def _takes_shard(self, module: Any, dim: str) -> bool:
+        styles = self.styles.get(id(module), [])
+        if len(styles) != 1 or not _is_stock(module):
+            return False
+        if isinstance(styles[0], PrepareModuleInput) and styles[0].desired_input_layouts[:1] in ((), (None,)):
+            return False
+        converting = isinstance(styles[0], (ColwiseParallel, PrepareModuleInput))
+        return converting and [_text(layout) for layout in styles[0].input_layouts[:1]] == [dim]
+
+    def _has_one_name(self, module: nn.Module) -> bool:
+        """Whether one module contains it, once."""
+        return sum(inner is module for _, inner in self.module.named_modules(remove_duplicate=False)) == 1
+
+    def _kind(self, fqn: str) -> str:
+        return self.facts.modules[self.facts.aliases[fqn]].kind
+
+    def _is_head(self, fqn: str) -> bool:
+        """Whether a module makes the logits: the last linear outside of layers, with a row for each token of the first table."""
+        tables = [facts for facts in self.facts.modules.values() if facts.kind == "embedding"]
+        linears = [
+            facts for name, facts in self.facts.modules.items() if facts.kind == "linear" and not _in_layers(name)
+        ]
+        facts = self.facts.modules[self.facts.aliases[fqn]]
+        return bool(tables and linears) and facts is linears[-1] and facts.weight_shape[0] == tables[0].weight_shape[0]
+
+
+def _in_layers(fqn: str) -> bool:
+    return any(part.isdigit() for part in fqn.split("."))
+
+
+def _is_stock(module: nn.Module) -> bool:
+    """Whether nothing but the code of its class runs when a module is called."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return "forward" not in module.__dict__ and not any(hooks)
+
+
+def _with_type(options: dict[str, str], style: Any) -> dict[str, str]:
+    return options if style.use_local_output else {**options, "output_type": "dtensor"}
+
+
+def _text(layout: Placement | None) -> str:
+    """A layout as rules write it; "other" for what they cannot."""
+    if layout is None:
+        return "other"
+    if layout.is_replicate():
+        return "replicate"
+    if not layout.is_shard() or dim_of(layout) < -1:
+        return "other"
+    return "features" if dim_of(layout) == -1 else f"dim{dim_of(layout)}"

@@ -1,0 +1,120 @@
+"""Functions of logits [..., V] that leave the vocabulary, their last dim, as it is: they run on the local tensor.
+
+The local tensor is the shard [..., V/P], or the hidden states [..., H] of deferred logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from parallelize.axes.vocabulary.logits.classes_first import ClassesFirst, order_of
+from parallelize.base.errors import ModelError, Problem
+from parallelize.base.torch_private import torch_tensors as private
+
+T = torch.Tensor
+
+
+def local_tensor(logits: Any) -> T:
+    """The underlying tensor as a plain one, with autograd."""
+    with private.plain_functions():
+        return logits.as_subclass(torch.Tensor)
+
+
+def refuse(what: str) -> NoReturn:
+    """Raises: ModelError `sharded-logits`."""
+    fix = "keep the vocabulary as the last dim; `.full_tensor()` for the full logits, or loss_parallel=False"
+    raise ModelError(Problem("sharded-logits", what, fix=fix))
+
+
+def _refuse_dim(func: Callable) -> NoReturn:
+    refuse(f"{func.__name__} acts on the vocabulary, over which these logits are sharded")
+
+
+def _along(position: int) -> Callable:
+    """The handler of a function whose argument at `position` is the dim that it acts on; by default the first one."""
+
+    def handler(func: Callable, args: tuple, kwargs: dict) -> Any:
+        logits, local = args[0], local_tensor(args[0])
+        dim = kwargs.get("dim", args[position] if len(args) > position else 0)
+        if dim % local.ndim == local.ndim - 1:
+            _refuse_dim(func)
+        out = func(local, *args[1:], **kwargs)
+        return logits.with_local(out) if isinstance(out, T) else tuple(map(logits.with_local, out))
+
+    return handler
+
+
+def _squeeze(func: Callable, args: tuple, kwargs: dict) -> T:
+    local = local_tensor(args[0])
+    given = kwargs.get("dim", args[1] if len(args) > 1 else tuple(range(local.ndim - 1)))
+    dims = {dim % local.ndim for dim in (given if isinstance(given, (tuple, list)) else (given,))}
+    return args[0].with_local(local.squeeze(tuple(dims - {local.ndim - 1})))  # a vocabulary of one entry stays
+
+
+def _unsqueeze(func: Callable, args: tuple, kwargs: dict) -> T:
+    local = local_tensor(args[0])
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if dim % (local.ndim + 1) == local.ndim:
+        _refuse_dim(func)
+    return args[0].with_local(func(local, dim))
+
+
+def _expand(func: Callable, args: tuple, kwargs: dict) -> T:
+    sizes = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    if not sizes or sizes[-1] not in (-1, args[0].shape[-1]):
+        _refuse_dim(func)
+    return args[0].with_local(local_tensor(args[0]).expand(*sizes[:-1], -1))
+
+
+def _like(func: Callable, args: tuple, kwargs: dict) -> T:
+    other = args[1] if len(args) > 1 else kwargs["other"]
+    return args[0].view(other.shape)
+
+
+def _permuted(func: Callable, args: tuple, kwargs: dict) -> T:
+    """A new order of the dims: with the vocabulary last, or in dim 1 as `F.cross_entropy` takes it."""
+    logits, local = args[0], local_tensor(args[0])
+    order = order_of(func, args, kwargs)
+    last = local.ndim - 1
+    if order[-1] == last:
+        return logits.with_local(local.permute(order))
+    if order == [0, last, *range(1, last)]:
+        return ClassesFirst.of(logits, local)
+    _refuse_dim(func)
+
+
+def _joined(func: Callable, args: tuple, kwargs: dict) -> T:
+    """`cat` or `stack` of logits of one vocabulary."""
+    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    parts, dim = list(given.pop("tensors")), given.pop("dim", 0)
+    first = parts[0]
+    if given or not all(hasattr(part, "vocabulary") and _same(part.vocabulary, first.vocabulary) for part in parts):
+        refuse(f"{func.__name__} joins sharded logits with other tensors")
+    locals_ = [local_tensor(part) for part in parts]
+    ndim = locals_[0].ndim + (func is torch.stack)
+    if dim % ndim == ndim - 1:
+        _refuse_dim(func)
+    return first.with_local(func(locals_, dim))
+
+
+def _same(vocabulary: Any, other: Any) -> bool:
+    return vocabulary.full == other.full and vocabulary.group == other.group
+
+
+JOINS: dict[Callable, Callable] = {torch.cat: _joined, torch.concat: _joined, torch.stack: _joined}
+ROW_FUNCTIONS: dict[Callable, Callable] = {
+    **{func: _along(2) for func in (T.chunk, torch.chunk, T.split, torch.split, T.tensor_split, torch.tensor_split)},
+    **{func: _along(1) for func in (T.unbind, torch.unbind, T.select, torch.select, T.narrow, torch.narrow)},
+    **{func: _along(1) for func in (T.index_select, torch.index_select)},
+    **dict.fromkeys((T.squeeze, torch.squeeze), _squeeze),
+    **dict.fromkeys((T.unsqueeze, torch.unsqueeze), _unsqueeze),
+    **dict.fromkeys((T.transpose, torch.transpose, T.swapaxes, torch.swapaxes, T.swapdims, torch.swapdims), _permuted),
+    **dict.fromkeys((T.permute, torch.permute, T.movedim, torch.movedim, T.moveaxis, torch.moveaxis), _permuted),
+    T.mT.__get__: _permuted,  # type: ignore[attr-defined]
+    T.expand: _expand,
+    T.view_as: _like,
+    T.reshape_as: _like,
+}

@@ -1,0 +1,157 @@
+"""Cross entropy of logits that are sharded over the vocabulary, or that are computed one chunk of tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel as stock_loss_parallel
+
+from parallelize.axes.vocabulary.logits.deferred_logits import DeferredLogits
+from parallelize.axes.vocabulary.logits.forms import linear_head, shard_of
+from parallelize.axes.vocabulary.logits.head import sum_over_data_axes
+from parallelize.base.torch_private import torch_tensors as private
+from parallelize.ops.vocabulary.cross_entropy import prepare_targets, token_losses
+from parallelize.ops.vocabulary.softmax import working_dtype
+
+T = torch.Tensor
+
+
+def cross_entropy(
+    logits: T,
+    targets: T,
+    *,
+    mesh: DeviceMesh | None = None,
+    weight: T | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    num_tokens: T | int | None = None,
+) -> T:
+    """Cross entropy of logits that are sharded over the vocabulary, or full.
+
+    Args:
+        logits: [..., V], as `ShardedLogits`, `DeferredLogits`, a DTensor `Shard(-1)` or a plain full tensor.
+        targets: [...], ids of the full vocabulary, or `ignore_index`. Or class probabilities: floating [..., V], or this
+            rank's shard [..., V/P] (P = tp size).
+        mesh: if it has data axes (dp_replicate, dp, dp_shard, cp), "mean" divides this rank's sum by the global count:
+            valid tokens over all of these axes (or the sum of their class weights; all tokens for class probabilities).
+            Gradients must then be summed over these axes, not averaged. The sum of the returned values is the mean loss.
+        weight: [V], class weights, in full on each rank.
+        ignore_index: the target of tokens without a loss.
+        label_smoothing: from 0 to 1, as in `torch.nn.CrossEntropyLoss`.
+        z_loss: coefficient of the squared logsumexp (not shifted by the maximum). Class weights do not apply to it.
+        reduction: "mean", "sum" or "none".
+        num_tokens: the count to divide by for "mean", if this batch does not determine it (several microbatches).
+
+    Returns: a scalar; [...] with reduction="none". In at least float32.
+    Raises: ShapeError `bad-targets`, `id-out-of-range`, `bad-reduction`, `bad-label-smoothing`, `bad-class-weight`,
+        `bad-logits`; ModelError as `DeferredLogits`.
+    Cost: forward, three all-reduces of one value per token over the tp group (four for class probabilities). Backward, none.
+        A mean over data axes takes one scalar all-reduce. `DeferredLogits`: as `linear_cross_entropy`.
+    Source: softmax cross entropy with label smoothing as `torch.nn.CrossEntropyLoss`; z-loss, arXiv:2204.02311 sec. 5.
+    """
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "weight": weight}
+    options["reduction"] = reduction
+    if isinstance(logits, DeferredLogits) and (deferred := logits.deferred) is not None:
+        return deferred.cross_entropy(targets, mesh=mesh, z_loss=z_loss, num_tokens=num_tokens, **options)
+    local, vocabulary = shard_of(logits)
+    prepared = prepare_targets(targets, tuple(local.shape[:-1]), vocabulary, working_dtype(local), **options)
+    losses = token_losses(local, prepared, vocabulary.group, z_loss)
+    count = num_tokens
+    if reduction == "mean" and num_tokens is None:
+        count = sum_over_data_axes(prepared.divisor, mesh)
+    return prepared.reduced(losses, reduction, count)
+
+
+def linear_cross_entropy(
+    hidden: T,
+    weight: T,
+    targets: T,
+    *,
+    bias: T | None = None,
+    mesh: DeviceMesh | None = None,
+    class_weight: T | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    num_tokens: T | int | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> T:
+    """`cross_entropy` of `hidden @ weight.T + bias`, with the logits of only one chunk of tokens in memory at a time.
+
+    Args:
+        hidden: [..., H], plain and the same on every tp rank, or a replicated DTensor.
+        weight: [V, H], plain, or a DTensor `Shard(0)` on the tp axis; its gradient is then a DTensor.
+        targets: as in `cross_entropy`.
+        bias: [V], or None; plain or a DTensor like the weight.
+        class_weight: the `weight` of `cross_entropy`.
+        mesh, ignore_index, label_smoothing, z_loss, reduction, num_tokens: as in `cross_entropy`.
+        scale: multiplies the logits.
+        softcap: the logits are softcap * tanh(scale * z / softcap), as in Gemma 2; None: scale * z.
+        chunk: tokens per chunk. None: an eighth of the tokens, at most H/4 (their logits then take a quarter of the memory
+            of the weight's gradient), and at least 128; on CUDA H, where that needs no more memory (docs/vocabulary.md).
+
+    Returns: as `cross_entropy`.
+    Raises: ShapeError `bad-head`, `bad-chunk`, `bad-targets`, `id-out-of-range`, `bad-reduction`, `bad-label-smoothing`,
+        `bad-class-weight`.
+    Cost: forward, one all-gather of 4 values per token over the tp group, in chunks. Backward, one all-reduce of the
+        gradient of `hidden`. For "mean" and "sum" the forward computes the gradients, and backward scales them; for "none"
+        backward recomputes the logits.
+    Memory: logits and softmax of one chunk; for "mean" and "sum" also the gradients of weight and hidden states, from the
+        forward on.
+    """
+    hidden, head = linear_head(hidden, weight, bias, scale, softcap, chunk)
+    return head.cross_entropy(
+        hidden,
+        targets,
+        mesh=mesh,
+        weight=class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction=reduction,
+        num_tokens=num_tokens,
+    )
+
+
+def valid_tokens(targets: T, mesh: DeviceMesh | None = None, ignore_index: int = -100) -> T:
+    """The number of targets that are not `ignore_index`, over all data axes of the mesh: a global count.
+
+    Args:
+        targets: this rank's targets, of any shape.
+        mesh: its data axes (dp_replicate, dp, dp_shard, cp) are summed over; None: this rank alone.
+        ignore_index: the target of tokens without a loss.
+
+    Returns: an int64 scalar tensor.
+    Cost: one scalar all-reduce if the mesh has data axes.
+    """
+    return torch.as_tensor(sum_over_data_axes((targets != ignore_index).sum(), mesh))
+
+
+@contextmanager
+def loss_parallel() -> Iterator[None]:
+    """`torch.distributed.tensor.parallel.loss_parallel` for existing code, safe to nest and to leave by an exception.
+
+    Models with a plan do not need it: apply the plan with `loss_parallel=True`.
+
+    Returns: a context manager.
+    Cost: none to enter or leave. Inside, PyTorch's loss sends three all-reduces of one value per token over the tp
+        group.
+    """
+    if private.loss_parallel_is_on():
+        yield  # an outer context is active
+        return
+    with stock_loss_parallel():
+        try:
+            yield
+        except BaseException:
+            private.leave_loss_parallel()  # the stock context leaves its handlers behind here
+            raise

@@ -1,0 +1,217 @@
+"""Optimizers under ZeRO: the caller's class steps this rank's rows, and every rank then gathers all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from parallelize.axes.zero.optimizer_masters import save_masters
+from parallelize.axes.zero.optimizer_shards import OptimizerShard, gather_parameters
+from parallelize.axes.zero.reducer import added
+from parallelize.axes.zero.shard_data import DataRecord, data_of
+from parallelize.axes.zero.shown_optimizers import show_parameters
+from parallelize.base.errors import ModelError, Problem
+from parallelize.base.torch_private import torch_tensors as private
+from parallelize.state.later_changes import plan_changes
+from parallelize.state.loop import offloaded_state
+from parallelize.state.loop.grad_scaler import agree_on_overflow
+from parallelize.state.loop.local_optimizer import ELEMENTWISE, local_optimizer
+from parallelize.state.loop.stock_clip import serve_stock_clip
+from parallelize.state.records import cut_of, mark_of, mark_parameter, mesh_of, record_of
+from parallelize.state.stored_slices import named_once
+
+NEEDS_FULL_PARAMETERS = {
+    "Adafactor": "computes means over the rows and columns of full matrices",
+    "LBFGS": "searches along one vector of all parameters, with dot products over all of them",
+    "Muon": "orthogonalizes full matrices",
+}
+"""Optimizers whose update of an element needs other elements, and why."""
+
+
+def build_optimizer(
+    module: nn.Module,
+    optimizer: type[Optimizer],
+    params: Iterable[Any] | None = None,
+    *,
+    elementwise: bool | None = None,
+    offload_state: bool = False,
+    **options: Any,
+) -> Optimizer:
+    """Build an optimizer of any class for a model after `shard_data`, or for one without data axes.
+
+    It is an instance of that class: schedulers, `param_groups`, `state_dict` and `zero_grad` work as usual. Its state is
+    stored as the ZeRO stage says, as DTensors. Where it steps float32 copies of narrower weights, its `state_dict()` has them
+    as "masters"; `load_state_dict` raises ModelError `master-of-other-shape` for those of another mesh.
+
+    Args:
+        module: the model, after `parallelize_module` and `shard_data`.
+        optimizer: the class, such as `torch.optim.AdamW`.
+        params: parameters of the model, or groups of them. Default: all that require a gradient.
+        elementwise: True says that each element's update needs only that element, for a class that is not known here.
+        offload_state: keep its state in host memory between steps. A step moves that of some parameters at a time to their device
+            and back, for a class that updates each element by itself; that of all at once for others.
+        options: keyword arguments of the class.
+
+    Returns: the optimizer.
+    Raises: ModelError `not-elementwise` for a class that cannot work on shards, with the reason; `foreign-parameter`;
+        `state-not-offloaded`; those of the class; `unmanaged-parameter` for a model that got parameters after `shard_data`.
+    Cost: building sends nothing. Under ZeRO 1 and 2 each step ends with an all-gather of the parameters that it has stepped.
+    """
+    name = optimizer.__name__
+    data = data_of(module)
+    if cut_of(module) is not None:
+        plan_changes(module)
+    take_later(data)
+    steps_locally = name in ELEMENTWISE if elementwise is None else elementwise
+    gathers_itself = bool(getattr(optimizer, "gathers_itself", False))
+    if not steps_locally and not gathers_itself:
+        _refuse_shards(module, name, data)
+    shards = {id(shard.param): shard for shard in data.shards} if data is not None else {}
+    _refuse_added(module, data)
+    for shard in shards.values():
+        _mark_stepped(shard)
+    groups = list(params) if params is not None else [p for p in module.parameters() if p.requires_grad]
+    # a pipeline stage may have nothing that trains, such as no adapter
+    stepped = [_stepped(group, module, shards) for group in groups if not _is_absent(group)] or [{"params": []}]
+    built = optimizer(stepped, **options)
+    if gathers_itself:
+        built.bind_model(module, _names_of_stepped(module, shards))  # type: ignore[attr-defined]
+    elif steps_locally:
+        local_optimizer(built, elementwise=True)
+    if offload_state:
+        offloaded_state.offload_state(built, by_parameter=steps_locally and not gathers_itself)
+    if data is not None and any(shard.stepped is not shard.param for shard in shards.values()):
+        _wrap_steps(built, module, data)
+    else:
+        show_parameters(built, lambda parameter: None)
+    mesh = mesh_of(module)
+    if mesh is not None:
+        agree_on_overflow(built, mesh)
+    return built
+
+
+def take_later(data: DataRecord | None) -> None:
+    """Let the data axes take in what trains only since then."""
+    if data is not None and data.later is not None:
+        data.later.take()
+
+
+def _names_of_stepped(module: nn.Module, shards: dict[int, OptimizerShard]) -> dict[int, tuple[str, ...]]:
+    """id of what an optimizer steps -> the names of the parameter."""
+    named = named_once(module)
+    return {id(shards[id(p)].stepped if id(p) in shards else p): names for names, p in named}
+
+
+def _mark_stepped(shard: OptimizerShard) -> None:
+    """Clipping of what the optimizer steps takes the same norm as clipping of the model."""
+    mark = mark_of(shard.param)
+    if shard.stepped is not shard.param:
+        mark_parameter(shard.stepped, shared=mark.shared, stage=mark.stage)
+    if mark.stage is not None:
+        serve_stock_clip([shard.stepped])
+
+
+def _refuse_added(module: nn.Module, data: DataRecord | None) -> None:
+    """Gradients of parameters that were added to a data-parallel model would stay on their rank."""
+    if data is None or data.engine is None:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not data.engine.reduces(name, parameter):
+            raise added(name)
+
+
+def _refuse_shards(module: nn.Module, name: str, data: DataRecord | None) -> None:
+    """Optimizers that need full parameters work where every rank has them."""
+    if name == "SparseAdam":
+        what = "SparseAdam takes sparse gradients, which are not reduced here"
+        raise ModelError(Problem("not-elementwise", what, fix="use Adam or AdamW"))
+    record = record_of(module)
+    has_shards = (
+        (data is not None and (data.zero > 0 or data.masters))
+        or (record is not None and record.group.size > 1)
+        or any(_is_sharded(parameter) for parameter in module.parameters())  # experts over data ranks
+        or (name == "LBFGS" and cut_of(module) is not None)
+    )
+    if has_shards:
+        why = NEEDS_FULL_PARAMETERS.get(name, "is not known here")
+        what = f"{name} {why}, and this rank stores shards of parameters"
+        fix = "use an optimizer that updates each element by itself, or zero=0 without tp"
+        if name == "Muon":
+            fix = "build_optimizer(model, parallelize.Muon, ...), whose matrices are whole on every mesh; or " + fix
+        if name not in NEEDS_FULL_PARAMETERS:
+            fix += "; or pass elementwise=True if it does"
+        raise ModelError(Problem("not-elementwise", what, fix=fix))
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor) and any(private.shard_dim(p) is not None for p in parameter.placements)
+
+
+def _stepped(item: Any, module: nn.Module, shards: dict[int, OptimizerShard]) -> Any:
+    """A parameter, a (name, parameter) pair or a group of them, with what the optimizer steps instead of each parameter."""
+    if isinstance(item, dict):
+        params = item["params"]
+        params = [params] if isinstance(params, torch.Tensor) else params
+        return {**item, "params": [_stepped(param, module, shards) for param in params if not _is_absent(param)]}
+    if isinstance(item, (tuple, list)):
+        return (item[0], _stepped(item[1], module, shards))
+    shard = shards.get(id(item))
+    if shard is not None:
+        return shard.stepped
+    if shards and not any(item is param for param in module.parameters()):
+        what = f"a parameter of shape {list(item.shape)} is not one of the model's"
+        raise ModelError(Problem("foreign-parameter", what, fix="take parameters after the model was wrapped"))
+    return item
+
+
+def _is_absent(item: Any) -> bool:
+    """Whether a parameter, or a (name, parameter) pair, is of a layer that another pipeline stage has."""
+    parameter = item[1] if isinstance(item, (tuple, list)) else item
+    return isinstance(parameter, torch.Tensor) and mark_of(parameter).absent
+
+
+def _wrap_steps(built: Optimizer, module: nn.Module, data: DataRecord) -> None:
+    """Around the optimizer's own `step` and `add_param_group`: gradients in, parameters out."""
+    inner_step, inner_add = built.step, built.add_param_group
+    by_stepped = {id(shard.stepped): shard for shard in data.shards}
+
+    def stepped_shards() -> list[OptimizerShard]:
+        """Those of this optimizer: the model may have others."""
+        in_groups = [by_stepped.get(id(param)) for group in built.param_groups for param in group["params"]]
+        return [shard for shard in in_groups if shard is not None and shard.stepped is not shard.param]
+
+    def step(self: Any, closure: Any = None, **keywords: Any) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        own_shards = stepped_shards()
+        for shard in own_shards:
+            shard.follow_edits()
+            shard.begin_step()
+        try:
+            inner_step(**keywords)
+        finally:
+            for shard in own_shards:
+                shard.end_step()
+        with torch.no_grad():
+            for shard in own_shards:
+                shard.publish()
+            gather_parameters(own_shards)
+        return loss
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        take_later(data)
+        by_stepped.update((id(shard.stepped), shard) for shard in data.shards)
+        inner_add(_stepped(param_group, module, {id(shard.param): shard for shard in data.shards}))
+
+    save_masters(built, lambda parameter: by_stepped.get(id(parameter)))
+    show_parameters(built, lambda parameter: by_stepped.get(id(parameter)))
+    built.add_param_group = MethodType(add_param_group, built)  # type: ignore[method-assign]
+    built.step = MethodType(step, built)  # type: ignore[method-assign]

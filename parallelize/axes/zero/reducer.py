@@ -1,0 +1,379 @@
+"""Gradients summed over the data axes while backward runs.
+
+A hook on each parameter sees its finished gradient; when a bucket has all of its gradients, it is sent. Buckets are sent in
+the same order on every rank. In a plain loop each backward ends with its gradients reduced. An engine that runs several
+backwards per step controls this: `hold`, `release` before a stage's last backward, `flush` after each, `finish` at the end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallelize.axes.zero.buckets import (
+    AllReduceBucket,
+    Bucket,
+    BucketParams,
+    BufferPool,
+    ReduceScatterBucket,
+    to_local,
+)
+from parallelize.axes.zero.data_ranks import DataGroups
+from parallelize.axes.zero.partition import BUCKET_BYTES, GradientSize, partition
+from parallelize.base.errors import ModelError, Problem, warn_caller
+from parallelize.base.torch_private import torch_tensors as private
+
+IN_FLIGHT = 1
+"""Reduce-scatters that run at once, so that few buffers of full gradients exist."""
+
+
+@dataclass(frozen=True)
+class ReducedParameter:
+    """A parameter whose gradient is reduced.
+
+    `stage`: of the pipeline. `late`: its gradient is known only when a step ends. `uses`: how often a backward adds to it.
+    `groups`: the ranks that sum it, which are others for experts that are folded over data axes.
+    """
+
+    name: str
+    param: nn.Parameter
+    stage: int = 0
+    late: bool = False
+    uses: int = 1
+    groups: DataGroups = field(default_factory=DataGroups)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a rank keeps some rows of the gradient. A scalar has none; an expert may have no copy on a rank to split it with."""
+        return self.groups.shard is not None and self.param.ndim > 0
+
+
+class Reducer:
+    """Reduces the gradients of a model over its data axes.
+
+    Args:
+        managed: the parameters whose gradients are reduced.
+        dtype: the dtype of the sums. None: each parameter's own.
+        frozen: parameters that require no gradient now. One that has a gradient at the end of a step, and was not given to
+            `manage`, is refused.
+        current: returns the names and parameters of the model as it is now. One that was added is refused at the end of a
+            step in which it has a gradient.
+        after: called when all gradients of a step are reduced.
+        specs: id of a parameter -> the spec of its split gradient.
+        defer: ZeRO 2 reduces once per step too, and stores full gradients until then.
+    """
+
+    splits_backward = True
+
+    def __init__(
+        self,
+        managed: Sequence[ReducedParameter],
+        dtype: torch.dtype | None,
+        *,
+        frozen: Sequence[ReducedParameter] = (),
+        current: Callable[[], Iterable[tuple[str, Any]]] = tuple,
+        after: Callable[[], None] | None = None,
+        specs: dict[int, Any] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        defer: bool = False,
+    ):
+        self.specs, self.defer = specs or {}, defer
+        self.splits = any(parameter.groups.shard is not None for parameter in (*managed, *frozen))
+        self.dtype, self.frozen, self.after, self.current = dtype, list(frozen), after, current
+        self.before_step: Callable[[], None] | None = None  # called before a step of several backwards
+        self._bucket_bytes, self._pool = bucket_bytes, BufferPool()
+        self._nodes: list[Any] = []  # referenced here, or PyTorch would make new nodes without our hooks
+        self.managed: list[ReducedParameter] = []
+        self._known = {id(parameter.param) for parameter in frozen}
+        self.buckets: list[Bucket] = []
+        self._next: dict[int, int] = {}  # stage -> index of the next bucket to send
+        self._held: set[int] = set()  # stages that reduce nothing for now
+        self._open: set[int] = set()  # stages with a backward that is still to be reduced
+        self._in_step = False  # between `hold` and `finish`: an engine says when to reduce
+        self._auto_flush = False
+        self._queued: int | None = None  # the backward at whose end `_end_of_backward` is called
+        self._ran_forward = True  # since the last reduction
+        self._flying: list[Bucket] = []
+        self.manage(managed)
+
+    def manage(self, parameters: Sequence[ReducedParameter]) -> None:
+        """Reduce the gradients of these parameters from now on: between two backwards, on all data ranks."""
+        # what is not split is stored in full, and reduced once per step: a backward would add to sums that are on their way
+        managed = [replace(p, late=p.late or (self.splits and not p.is_split)) for p in parameters]
+        ids = {id(parameter.param) for parameter in managed}
+        self.frozen = [parameter for parameter in self.frozen if id(parameter.param) not in ids]
+        self._known |= ids
+        self.managed += managed
+        self.buckets += self._make_buckets(managed)
+        self._index_buckets()
+        if self._held:
+            self._held |= set(self._stages)
+            self._open |= set(self._stages)
+        for parameter in managed:
+            param: Any = parameter.param
+            if self._grad_dtype(param) != param.dtype:
+                param.grad_dtype = None  # autograd then accepts a gradient that is wider than the parameter
+            self._watch(param)
+            param.register_post_accumulate_grad_hook(_call(weakref.WeakMethod(self._after)))
+
+    def _index_buckets(self) -> None:
+        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+        self._stages = sorted({bucket.stage for bucket in self.buckets})
+        self._by_stage = {stage: [b for b in self.buckets if b.stage == stage] for stage in self._stages}
+
+    def drop(self, ids: set[int]) -> None:
+        """Reduce the gradients of these parameters no more, which were replaced: between two steps, on all data ranks.
+
+        ids: of parameters. The others of their buckets get new ones.
+
+        Raises: ModelError `added-parameter` where these others have gradients, of which the new buckets would know nothing.
+        """
+        changed = [bucket for bucket in self.buckets if ids & {id(param) for param in bucket.params}]
+        others = {id(param): param for bucket in changed for param in bucket.params if id(param) not in ids}
+        if any(param.grad is not None for param in others.values()):
+            what = "a layer was replaced while parameters have gradients, which may be sums over data ranks already"
+            raise ModelError(Problem("added-parameter", what, fix="optimizer.zero_grad() first, then replace it"))
+        moved = [parameter for parameter in self.managed if id(parameter.param) in others]
+        self.managed = [parameter for parameter in self.managed if id(parameter.param) not in ids]
+        self.frozen = [parameter for parameter in self.frozen if id(parameter.param) not in ids]
+        self._known -= ids
+        self.buckets = [bucket for bucket in self.buckets if bucket not in changed]
+        self.buckets += self._make_buckets(moved)
+        self._index_buckets()
+
+    def _watch(self, param: Any) -> None:
+        """Call `_before` when a backward is about to add to `.grad`, but not for `torch.autograd.grad`."""
+        before = partial(_call(weakref.WeakMethod(self._before)), id(param))
+        if isinstance(param, DTensor):  # planned modules pass gradients on themselves, and call these hooks
+            param.register_hook(before)
+            return
+        with torch.enable_grad():
+            node: Any = param.view_as(param).grad_fn.next_functions[0][0]
+        node.register_prehook(before)
+        self._nodes.append(node)
+
+    def _grad_dtype(self, param: Any) -> torch.dtype:
+        return self.dtype or param.dtype
+
+    def thawed(self) -> list[ReducedParameter]:
+        """Those that were frozen and train now, except copies of a tied parameter, of which other stages know nothing."""
+        return [parameter for parameter in self.frozen if parameter.param.requires_grad and not parameter.late]
+
+    def _make_buckets(self, managed: Sequence[ReducedParameter]) -> Iterable[Bucket]:
+        for indices in partition([self._size(parameter) for parameter in managed], self._bucket_bytes):
+            yield self._bucket([managed[index] for index in indices])
+
+    def _size(self, parameter: ReducedParameter) -> GradientSize:
+        param = parameter.param
+        dtype = self._grad_dtype(param)
+        num_bytes = to_local(param).numel() * dtype.itemsize
+        kind = (parameter.stage, dtype, param.device, param.ndim == 0, parameter.groups)
+        return GradientSize(kind, num_bytes, parameter.late)
+
+    def _bucket(self, parameters: list[ReducedParameter]) -> Bucket:
+        first = parameters[0]
+        full, shard = first.groups.full, first.groups.shard
+        members = BucketParams(
+            params=[parameter.param for parameter in parameters],
+            uses=[parameter.uses for parameter in parameters],
+            stage=first.stage,
+            late=first.late,
+            dtype=self._grad_dtype(first.param),
+            groups=[*full, shard] if shard is not None and not first.is_split else full,
+        )
+        if shard is None or not first.is_split:
+            return AllReduceBucket(members)
+        return ReduceScatterBucket(members, shard=shard, specs=self.specs, pool=self._pool)
+
+    # -- hooks ----------------------------------------------------------------------------------------------------
+
+    def _before(self, param_id: int, grad: Any) -> None:
+        """A backward is about to add to `.grad`, which may be the result of a reduction."""
+        if param_id in self._bucket_of:  # not dropped
+            self._bucket_of[param_id].reopen()
+
+    def _after(self, param: Any) -> None:
+        """A backward has added to `.grad`."""
+        bucket = self._bucket_of.get(id(param))
+        if bucket is None:  # dropped: it is of no model any more
+            return
+        number = private.backward_id()
+        if self._queued not in (None, number) and number != -1 and not self._in_step:
+            self.reset()  # the previous backward has failed, and never came to its end
+        bucket.take(param)
+        if bucket.stage in self._held or bucket.late:
+            bucket.widen(param)
+        if bucket.stage in self._held:
+            return
+        if self._queued is None and number != -1 and (not self._in_step or self._auto_flush):
+            self._queued = number
+            self._open |= set(self._stages)
+            private.call_after_backward(self._after_backward)
+        if bucket.complete and not bucket.late:
+            self._launch_complete(bucket.stage)
+
+    def _after_backward(self) -> None:
+        """Queue once more: pending reductions are delivered at the end of the queue too, and must come first."""
+        private.call_after_backward(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._queued = None
+        if not self._in_step:
+            self._warn_of_weights_alone()
+            self.finish()
+        elif self._auto_flush:
+            for stage in self._stages:
+                self.flush(stage)
+
+    # -- sending --------------------------------------------------------------------------------------------------
+
+    def _launch_complete(self, stage: int) -> None:
+        """Send the buckets that are complete, up to the first that is not: the same order on every rank."""
+        buckets = self._by_stage[stage]
+        index = self._next.get(stage, 0)
+        while index < len(buckets) and buckets[index].complete and not buckets[index].late:
+            self._launch(buckets[index])
+            index += 1
+        self._next[stage] = index
+
+    def _launch_rest(self, stage: int) -> None:
+        """Send the buckets that are incomplete after a backward, except late ones."""
+        for bucket in self._by_stage[stage][self._next.get(stage, 0) :]:
+            if not bucket.late:
+                self._launch(bucket)
+        self._next[stage] = 0
+
+    def _launch(self, bucket: Bucket) -> None:
+        if bucket in self._flying:  # from the previous microbatch
+            self._flying.remove(bucket)
+            bucket.land()
+        bucket.launch()
+        self._flying.append(bucket)
+        if self.splits and len(self._flying) > IN_FLIGHT:
+            self._flying.pop(0).land()
+
+    # -- calls of an engine ---------------------------------------------------------------------------------------
+
+    def hold(self, auto_flush: bool = False) -> None:
+        """Begin a step of several backwards. Nothing is reduced before `release`, unless ZeRO 2 reduces in each backward.
+
+        `auto_flush`: the caller does not call `flush`; the end of each backward does.
+        """
+        if self.before_step is not None:
+            self.before_step()
+        self._in_step, self._auto_flush = True, auto_flush
+        for bucket in self.buckets:
+            bucket.reopen()
+        if not self.splits or self.defer:
+            self._held = set(self._stages)
+            self._open = set(self._stages)
+
+    def release(self, stage: int) -> None:
+        """The stage's next backward is its last of the step."""
+        self._held.discard(stage)
+        for bucket in self._by_stage.get(stage, ()):
+            bucket.begin()
+
+    def flush(self, stage: int) -> None:
+        """A backward of the stage has ended."""
+        if stage in self._by_stage and stage not in self._held:
+            self._launch_rest(stage)
+            self._open.discard(stage)
+
+    def finish(self) -> None:
+        """All backwards have ended: reduce the remaining buckets, and wait for all reductions."""
+        self._refuse_unmanaged()
+        self._held.clear()
+        for stage in self._stages:
+            if stage in self._open:
+                self._launch_rest(stage)
+        for bucket in self.buckets:
+            if bucket.late:
+                self._launch(bucket)
+        for bucket in self._flying:
+            bucket.land()
+        self._flying = []
+        self._open.clear()
+        for bucket in self.buckets:
+            bucket.show()
+        self._in_step = self._ran_forward = False
+        if self.after is not None:
+            self.after()
+
+    def reduces(self, name: str, param: Any) -> bool:
+        """Whether a parameter was the model's when it was sharded. One that was frozen then is refused by its gradient."""
+        return id(param) in self._known
+
+    def reset(self) -> None:
+        """Discard the state of a step that failed."""
+        for bucket in self._flying:
+            bucket.wait()
+        self._flying, self._next, self._in_step, self._queued = [], {}, False, None
+        self._held.clear()
+        self._open.clear()
+        for bucket in self.buckets:
+            bucket.begin()
+            bucket.forget()
+
+    def forward_begins(self) -> None:
+        """The model computes: the next backward may be that of a loss of this rank's samples."""
+        self._ran_forward = True
+
+    def _warn_of_weights_alone(self) -> None:
+        """Warn once of a backward without a forward: that of a penalty on weights, which each data rank counts."""
+        ranks = max((bucket.num_ranks for bucket in self.buckets), default=1)
+        if not self._ran_forward and ranks > 1:
+            self._ran_forward = True
+            text = f"a backward without a forward of the model since the last one: its gradients are summed over {ranks} data ranks. "
+            text += f"Divide a penalty on weights by {ranks}, or use parallelize.add_penalty, which counts it once on every mesh"
+            _warn_once(text)
+
+    def _refuse_unmanaged(self) -> None:
+        thawed = [parameter.name for parameter in self.frozen if parameter.param.grad is not None]
+        if thawed:
+            raise unmanaged(
+                thawed[0], "it was frozen when shard_data was called", "unfreeze parameters before shard_data"
+            )
+        for name, parameter in self.current():
+            if parameter.grad is not None and id(parameter) not in self._known:
+                raise added(name)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warn_caller(text)
+
+
+def _call(method: weakref.WeakMethod) -> Callable[..., None]:
+    """A hook that calls a method of the reducer and does not keep it alive. The model does that.
+
+    Python's garbage collector does not see what a parameter's hooks refer to. A hook that kept the reducer, which has the model,
+    would keep every model of the process in memory.
+    """
+
+    def hook(*args: Any) -> None:
+        bound = method()
+        if bound is None:  # the parameter outlives it
+            what = "this parameter's model, which sums its gradients over data ranks, was deleted"
+            raise ModelError(
+                Problem("unreduced-gradients", what, fix="keep the model as long as its parameters are trained")
+            )
+        bound(*args)
+
+    return hook
+
+
+def added(name: str) -> ModelError:
+    """The error for a parameter that the model did not have when it was given to `shard_data`."""
+    return unmanaged(name, "it was added after shard_data", "add modules before shard_data or parallelize_model")
+
+
+def unmanaged(name: str, why: str, fix: str) -> ModelError:
+    return ModelError(Problem("unmanaged-parameter", f"{name} has a gradient that is not reduced: {why}", fix=fix))

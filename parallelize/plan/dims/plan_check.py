@@ -1,0 +1,178 @@
+"""Checks a plan that somebody wrote against one recorded forward: what it shards must be shardable, and sharded alike everywhere.
+
+The first forward on real ranks watches operations by name; here the dims of the plan are followed through the whole forward, before
+anything runs on a mesh: an operation that needs all of a dim that the plan shards is named, with the module and the line of its code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from parallelize.base.errors import Problem
+from parallelize.plan.dims.classes import Blocked, Classes, output_dim
+from parallelize.plan.dims.factors import Factor, leaves
+from parallelize.plan.dims.planned_shards import Shard, computed_parameters, planned_shards
+from parallelize.plan.dims.token_check import token_problems
+from parallelize.plan.pattern import generic
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.rows import ParameterRow
+from parallelize.plan.styles.contract import Conversion
+
+
+class PlanCheck:
+    """Compares a resolved plan with what a forward allows.
+
+    Args:
+        classes: of a forward of the same model, recorded with the boundaries of the plan. resolved: the plan over `tp`.
+    """
+
+    def __init__(self, classes: Classes, resolved: ResolvedPlan):
+        self.classes, self.resolved = classes, resolved
+        self.shards, self.misfits = planned_shards(classes, resolved)
+        self.features = {factor for shard in self.shards.values() for factor in shard.factors}
+        self.tokens = {factor for dim in classes.record.token_shards for factor in leaves(dim)}
+
+    def problems(self) -> list[Problem]:
+        """All mistakes, each once for all layers that have it."""
+        problems = [
+            *(self._problem(misfit.slug, misfit.name, misfit.what, misfit.row) for misfit in self.misfits),
+            *self._mixed(),
+            *self._crossed(),
+            *self._left_full(),
+            *self._entries(),
+            *self._gradients(),
+            *token_problems(self.classes, self.tokens, self.resolved),
+        ]
+        return list({(problem.slug, problem.what): problem for problem in problems}.values())
+
+    # -- what the shards need ----------------------------------------------------------------------------------------------
+
+    def _mixed(self) -> Iterator[Problem]:
+        """Operations that need all of what is sharded, each once with all parameters that it makes unshardable."""
+        by_operation: dict[str, dict[str, Shard]] = {}
+        for name, shard in self.shards.items():
+            for factor in shard.factors:
+                blocked = self.classes.blocked.get(factor)
+                if blocked is not None:
+                    by_operation.setdefault(_sentence(blocked), {}).setdefault(generic(name), shard)
+        for sentence, shards in by_operation.items():
+            (name, shard), *others = shards.items()
+            problem = self._problem("mixed-features", name, f"{sentence} needs all of what is sharded", shard.row)
+            more = [("sharded too", ", ".join(other for other, _ in others))] if others else []
+            yield replace(problem, rows=(*problem.rows, *more))
+
+    def _crossed(self) -> Iterator[Problem]:
+        """Parameters that are sharded along another factor than those with which they are computed."""
+        for name, shard in self.shards.items():
+            others = (self.features - set(shard.factors)) & self._factors_of(name)
+            other = next((other for other, its in self.shards.items() if others & set(its.factors)), "")
+            if other:
+                sizes = [[factor.size for factor in part] for part in self._parts_of(name, shard)]
+                what = f"its features are read as {sizes[0]}, and {generic(other)} is sharded along another one of them"
+                yield self._problem("divided-features", name, what, shard.row)
+
+    def _parts_of(self, name: str, shard: Shard) -> tuple[tuple[Factor, ...], ...]:
+        assert shard.row.layout.dim is not None
+        return self.classes.parts_of(self.classes.record.parameters[name][shard.row.layout.dim])
+
+    def _factors_of(self, name: str) -> set[Factor]:
+        """All factors of a parameter."""
+        dims = self.classes.record.parameters[name]
+        return {factor for dim in dims for part in self.classes.parts_of(dim) for factor in part}
+
+    def _left_full(self) -> Iterator[Problem]:
+        """Parameters that are full on each rank, and have a dim that is sharded elsewhere."""
+        for name, row in self._computed():
+            shared = self._factors_of(name) & self.features if row.layout.dim is None else set()
+            other = next((other for other, shard in self.shards.items() if shared & set(shard.factors)), "")
+            if other:
+                what = f"it is full on each rank, and {generic(other)}, with which it is computed, is sharded"
+                yield self._problem("left-full", name, what, row)
+
+    def _computed(self) -> Iterator[tuple[str, ParameterRow]]:
+        yield from computed_parameters(self.classes, self.resolved)
+
+    def _entries(self) -> Iterator[Problem]:
+        """Row linears whose input is a shard, or full, where they expect the other."""
+        made = {factor for name, shard in self.shards.items() if not self._sums(name) for factor in shard.factors}
+        made |= {factor for misfit in self.misfits for factor in self._factors_of(misfit.name)}
+        ran = {weight for use in self.classes.record.uses for weight in use.weights}
+        for name, shard in self.shards.items():
+            if not self._sums(name) or self.classes.record.first_names.get(name, name) not in ran:
+                continue  # a layer that the forward skipped has no input
+            module = name.rpartition(".")[0]
+            if self._splits_input(name):
+                if made & set(leaves(self.classes.record.split_inputs.get(module, []))):
+                    what = "its input is sharded already, and `input=full` would split it again"
+                    yield self._problem("input-split-twice", name, what, shard.row, "`rowwise` without `input=full`")
+            elif not made & set(shard.factors):
+                what = "it expects a shard, and nothing that its input is made of is sharded"
+                fix = "`rowwise(input=full)`, or shard what makes its input"
+                problem = self._problem("input-not-sharded", name, what, shard.row, fix)
+                makers = (("its input is of", rule) for rule in self._makers(name, shard))
+                yield replace(problem, rows=(*problem.rows, *makers))
+
+    def _makers(self, name: str, shard: Shard) -> list[str]:
+        """The rules of the linears whose output is the input that a row linear sums over."""
+        rules = []
+        for other, linear in self.classes.linears.items():
+            dims = self.classes.record.parameters.get(f"{other}.weight")
+            row = self.resolved.modules.get(other)
+            if dims is None or row is None or name == f"{other}.weight":
+                continue
+            out = self.classes.record.gathered_outputs.get(other, dims[output_dim(linear)])
+            if {factor for part in self.classes.parts_of(out) for factor in part} & set(shard.factors):
+                rules.append(f"{row.rule.pattern}: {row.rule.style}")
+        return list(dict.fromkeys(rules))
+
+    def _sums(self, name: str) -> bool:
+        row = self.resolved.modules.get(name.rpartition(".")[0])
+        return row is not None and row.contract.traits.sums_output
+
+    def _splits_input(self, name: str) -> bool:
+        row = self.resolved.modules.get(name.rpartition(".")[0])
+        return row is not None and row.contract.enter is Conversion.SPLIT_LAST
+
+    # -- gradients -----------------------------------------------------------------------------------------------------------
+
+    def _gradients(self) -> Iterator[Problem]:
+        """Full parameters whose gradient each rank has in part, and others whose gradient is summed though it is complete."""
+        partial = self.classes.partial_of(self.features | self.tokens)
+        for name, row in self._computed():
+            if row.layout.dim is not None or self._is_bias_of_sum(name):
+                continue
+            if name in partial and not row.partial:
+                what = "each rank computes with it for its own shard alone, and its gradient is not summed"
+                yield self._problem("unsummed-gradient", name, what, row, "`replicate(gradient=partial)`")
+            elif row.partial and name not in partial and self._is_used(name) and not self._shares_input(name):
+                what = "each rank has all of its gradient, which would be summed over the ranks"
+                yield self._problem("summed-twice", name, what, row, "`replicate`")
+
+    def _is_bias_of_sum(self, name: str) -> bool:
+        """Whether it is the bias of a row linear, which is added after the sum."""
+        row = self.resolved.modules.get(name.rpartition(".")[0])
+        return row is not None and row.contract.adds_bias_after_sum and name.endswith(".bias")
+
+    def _shares_input(self, name: str) -> bool:
+        """Whether it is in a block that converts its input once: what column linears in it read has partial gradients."""
+        parts = name.split(".")
+        rows = (self.resolved.modules.get(".".join(parts[:end])) for end in range(1, len(parts)))
+        return any(row is not None and row.contract.traits.shares_input for row in rows)
+
+    def _is_used(self, name: str) -> bool:
+        return any(name in use.weights for use in self.classes.record.uses)
+
+    # -- messages --------------------------------------------------------------------------------------------------------------
+
+    def _problem(self, slug: str, name: str, what: str, row: ParameterRow, fix: str = "") -> Problem:
+        module_row = self.resolved.modules.get(name.rpartition(".")[0])
+        rule = row.rule if module_row is None else module_row.rule
+        fix = fix or "`parallelize plans derive` shows what can be sharded, and why the rest cannot"
+        text = f"{rule.pattern}: {rule.style}"
+        return Problem(slug, f"{generic(name)}: {what}", row.rule.where, (("rule", text),), fix)
+
+
+def _sentence(blocked: Blocked) -> str:
+    reason = generic(blocked.reason)
+    return f"{reason} ({blocked.line})" if blocked.line else reason

@@ -1,0 +1,329 @@
+"""Runs a forward once and records its operations, with the module that called each and the attributes that gave sizes."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from parallelize.base.torch_private import torch_tensors as private
+from parallelize.plan.dims.boundaries import Boundaries, boundaries_of
+from parallelize.plan.dims.factors import leaves, new_dim, size_of
+from parallelize.plan.dims.operations import apply_rule
+from parallelize.plan.dims.record import HiddenCall, Ratio, Record, SizeRead
+from parallelize.plan.models.nested_tensors import tensors_in
+from parallelize.plan.resolved import ResolvedPlan
+
+T = torch.Tensor
+Source = tuple[str, str, int]
+"""(module, attribute, value) of an integer that a forward reads."""
+
+
+def record_forward(
+    model: nn.Module,
+    inputs: Mapping[str, Any] | tuple[Any, ...],
+    resolved: ResolvedPlan | None = None,
+    end: float | None = None,
+) -> Record:
+    """Run `model` on `inputs`, without gradients, and record it. The model's integer attributes are replaced meanwhile.
+
+    Args:
+        model: any module on one device, in the mode in which it is to be recorded.
+        inputs: keyword arguments of its forward, or positional ones.
+        resolved: a plan over `tp`, at whose boundaries dims become others; None: none do.
+        end: of `time.thread_time()`, when it is given up; None: never.
+
+    Returns: the record. Raises: TimeoutError; whatever the forward raises.
+    """
+    record = Record()
+    boundaries = None if resolved is None else boundaries_of(record, resolved)
+    _name_parameters(record, model)
+    args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), dict(inputs))
+    for tensor in tensors_in((args, kwargs)):
+        _fix(record, tensor, "an input of the model")
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            record.mark_ids(tensor)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_named_modules(record, model, boundaries))
+        stack.enter_context(_watched_integers(model))
+        stack.enter_context(_SizesRead(record))
+        stack.enter_context(private.record_ops(_recorder(record, end)))
+        out = model(*args, **kwargs)
+    for tensor in tensors_in(out):
+        record.fixed += [(dim, "an output of the model") for dim in record.dims(tensor) if dim]
+    return record
+
+
+def _fix(record: Record, tensor: T, what: str) -> None:
+    record.set(tensor, [new_dim(size) for size in tensor.shape])
+    record.fixed += [(dim, what) for dim in record.dims(tensor) if dim]
+
+
+def _name_parameters(record: Record, model: nn.Module) -> None:
+    """Tied parameters have one name of several, and the same dims under all of them. A module that has several names itself, as a block in
+    two places of a list, is known by its first."""
+    names: dict[int, str] = {}
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name.rpartition(".")[0] not in modules:
+            continue
+        first = names.setdefault(id(parameter), name)
+        if first == name:
+            record.add_weight(parameter, name, [new_dim(size) for size in parameter.shape])
+        record.parameters[name], record.first_names[name] = record.dims(parameter), first
+    for name, buffer in model.named_buffers():
+        _fix(record, buffer, f"the buffer {name}")
+        record.mark_constant(buffer)
+
+
+def _recorder(record: Record, end: float | None) -> Any:
+    def run(func: Any, args: tuple, kwargs: dict, call: Any) -> Any:
+        if end is not None and time.thread_time() > end:
+            raise TimeoutError("the forward takes too long to be recorded")
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return _scalar_on_meta(args[0])
+        out = call()
+        apply_rule(record, func, args, kwargs, out)
+        return out
+
+    return run
+
+
+def _scalar_on_meta(x: T) -> Any:
+    """What code reads of a tensor without values: False, as of questions about masks and padding; or zero."""
+    return False if x.dtype == torch.bool else 0.0 if x.is_floating_point() else 0
+
+
+@contextmanager
+def _named_modules(record: Record, model: nn.Module, boundaries: Boundaries | None) -> Iterator[None]:
+    """Keep `record.module` at the innermost module whose forward runs, and note what modules are called with."""
+    with ExitStack() as stack:
+        running: list[tuple[str, HiddenCall | None, dict[str, T]]] = []
+        alive: list[Any] = []  # so that no later tensor has the storage of an earlier one
+        for name, module in model.named_modules():
+
+            def enter(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> Any:
+                call = _call_of(name, module, args, kwargs)
+                alive.append((args, kwargs))
+                record.calls += [call] if call is not None else []
+                running.append((record.module, call, record.arguments))
+                record.module, record.arguments = name, _tensor_arguments(module, args, kwargs)
+                return None if boundaries is None else boundaries.enter(name, module, args, kwargs)
+
+            def leave(_: nn.Module, __: Any, output: Any, name: str = name) -> Any:
+                if not running:  # PyTorch calls this after an error in a hook before it, too
+                    return None
+                record.module, call, record.arguments = running.pop()
+                out = output[0] if isinstance(output, (tuple, list)) and output else output
+                if call is not None and isinstance(out, T):
+                    call.out, call.result = tuple(out.shape), private.storage_address(out)
+                    alive.append(out)
+                return None if boundaries is None or output is None else boundaries.leave(name, output)
+
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+def _call_of(name: str, module: nn.Module, args: tuple, kwargs: dict) -> HiddenCall | None:
+    names = list(inspect.signature(module.forward).parameters)
+    passed = [*((index, names[index] if index < len(names) else "", value) for index, value in enumerate(args))]
+    passed += [(names.index(key) if key in names else -1, key, value) for key, value in kwargs.items()]
+    for position, key, value in passed:
+        if isinstance(value, T) and value.ndim == 3 and value.is_floating_point():
+            return HiddenCall(name, (position, key), tuple(value.shape), private.storage_address(value))
+    return None
+
+
+def _tensor_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, T]:
+    """The activations that a module's forward is called with, by name."""
+    if type(module).__module__.startswith("torch."):
+        return {}
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    passed = {**dict(zip(names, args, strict=False)), **{name: kwargs[name] for name in names if name in kwargs}}
+    tensors = {name: value for name, value in passed.items() if isinstance(value, T)}
+    return {name: value for name, value in tensors.items() if value.ndim > 1 and value.is_floating_point()}
+
+
+# -- integers that give sizes -----------------------------------------------------------------------------------------------
+
+
+class _Watched(int):
+    """An integer that knows from which attributes, and from which quotients of two of them, it was computed."""
+
+    sources: frozenset[Source]
+    ratios: frozenset[Ratio]
+
+    def __new__(cls, value: int, sources: frozenset[Source], ratios: frozenset[Ratio] = frozenset()) -> _Watched:
+        self = super().__new__(cls, value)
+        self.sources, self.ratios = sources, ratios
+        return self
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def _arithmetic(name: str) -> Any:
+    plain = getattr(int, name)
+
+    def run(self: _Watched, other: Any) -> Any:
+        result = plain(self, other)
+        if type(result) is not int:
+            return result
+        sources: frozenset[Source] = getattr(other, "sources", frozenset())
+        ratios: frozenset[Ratio] = getattr(other, "ratios", frozenset())
+        if name == "__floordiv__" and len(self.sources) == len(sources) == 1:
+            ratios |= {Ratio(*self.sources, *sources)}
+        return _Watched(result, self.sources | sources, self.ratios | ratios)
+
+    return run
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv"):
+    setattr(_Watched, f"__{_name}__", _arithmetic(f"__{_name}__"))
+
+
+@contextmanager
+def _watched_integers(model: nn.Module) -> Iterator[None]:
+    """Replace the integer attributes of modules that are not PyTorch's own, and of their configs."""
+    with ExitStack() as stack:
+        configs: dict[int, Any] = {}
+        for name, module in model.named_modules():
+            if not type(module).__module__.startswith("torch."):
+                _watch(stack, module.__dict__, name, "")
+            config = module.__dict__.get("config")
+            if config is not None and hasattr(config, "__dict__"):
+                configs[id(config)] = config
+        for config in configs.values():
+            _watch(stack, config.__dict__, "", "config.")
+        yield
+
+
+def _watch(stack: ExitStack, values: dict[str, Any], name: str, prefix: str) -> None:
+    for key, value in list(values.items()):
+        if type(value) is int and value > 1 and not key.startswith("_"):
+            values[key] = _Watched(value, frozenset([(name, prefix + key, value)]))
+            stack.callback(values.__setitem__, key, value)
+
+
+_SHAPED = ("view", "reshape", "expand", "zeros", "ones", "empty", "new_zeros", "new_ones", "new_empty")
+"""Functions whose integers are the sizes of the result, in its order: equal sizes are told apart."""
+
+
+def _sizes_in_order(name: str, args: tuple, flat: list[Any], ndim: int) -> dict[int, int]:
+    """The integers that a function was called with, by the dims of its result that have them as sizes; empty where that is not known."""
+    if name in _SHAPED:
+        sizes = [leaf for leaf in flat if isinstance(leaf, int)]
+        return dict(enumerate(sizes)) if len(sizes) == ndim else {}
+    if name == "unflatten" and len(args) == 3:
+        return dict(enumerate(args[2], args[1] % args[0].ndim))
+    return {}
+
+
+class _SizesRead(TorchFunctionMode):
+    """Notes which dims of a function's results have a size that was computed from an attribute."""
+
+    def __init__(self, record: Record):
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is T.__getitem__:
+            args = (args[0], _as_slices(args[1]))
+        out = func(*args, **(kwargs or {}))
+        if func is T.size or getattr(func, "__self__", None) is T.shape:
+            return self._with_width(out, *args, **(kwargs or {}))
+        flat = list(_sizes_apart(private.tree_leaves((args, kwargs))))
+        watched = [leaf for leaf in flat if isinstance(leaf, _Watched)]
+        limits = [limit for leaf in flat for limit in _limits(leaf)]
+        name = getattr(func, "__name__", "")
+        if name == "repeat_interleave":
+            self._note_repeats(watched, out)
+        elif watched or limits:
+            before = [leaves(dim) for x in flat if isinstance(x, T) for dim in self.record.dims(x)]
+            for result in private.tree_leaves(out):
+                if isinstance(result, T):
+                    sizes = _sizes_in_order(name, args, flat, result.ndim)
+                    if sizes:
+                        self._note(watched, result, name, lambda value, _, index: sizes.get(index) is value)  # noqa: B023
+                    else:
+                        made = [leaves(dim) not in before for dim in self.record.dims(result)]
+                        self._note(watched, result, name, lambda value, size, index: made[index] and value == size)  # noqa: B023
+                    if limits and isinstance(args[0], T) and args[0].ndim == result.ndim:
+                        source = args[0].shape
+                        self._note(limits, result, name, lambda _, size, index: size != source[index])  # noqa: B023
+        return out
+
+    def _with_width(self, sizes: Any, x: T, dim: int | None = None) -> Any:
+        """The sizes of a tensor, of which the last knows that it is the width of an argument of the module whose forward runs."""
+        name = next((f"{name}.shape" for name, value in self.record.arguments.items() if value is x), "")
+        if not name or x.shape[-1] < 2 or dim not in (None, -1, x.ndim - 1):
+            return sizes
+        module, width = self.record.module, x.shape[-1]
+        self.record.widths[module, name] = self.record.dims(x)[-1]
+        watched = _Watched(width, frozenset([(module, name, width)]))
+        return watched if dim is not None else torch.Size((*sizes[:-1], watched))
+
+    def _note(self, watched: list[_Watched], result: T, operation: str, gives: Callable[[int, int, int], bool]) -> None:
+        """gives: whether an integer gives the size of the dim at an index."""
+        for index, (dim, size) in enumerate(zip(self.record.dims(result), result.shape, strict=True)):
+            for value in watched:
+                if dim and gives(value, size, index):
+                    self.record.reads += [
+                        SizeRead(*self._of_module(source), dim, operation) for source in sorted(value.sources)
+                    ]
+                    self.record.ratios |= {
+                        Ratio(self._of_module(ratio.dividend), self._of_module(ratio.divisor)): None
+                        for ratio in value.ratios
+                    }
+
+    def _note_repeats(self, watched: list[_Watched], result: T) -> None:
+        """Of an integer that repeats the elements of a dim, the factors that it added: the last of one of the result's dims."""
+        for value in watched:
+            for dim in self.record.dims(result):
+                added = leaves(dim)
+                while size_of(added) > value:
+                    added = added[1:]
+                if (
+                    added
+                    and size_of(added) == value
+                    and set(added) <= {f for d in self.record.repeats for f in leaves(d)}
+                ):
+                    self.record.reads += [
+                        SizeRead(*self._of_module(source), added, "repeat_interleave")
+                        for source in sorted(value.sources)
+                    ]
+
+    def _of_module(self, source: Source) -> Source:
+        """A field of a config is local in the module that reads it."""
+        return source[0] or self.record.module, *source[1:]
+
+
+def _sizes_apart(leaves: list[Any]) -> Iterator[Any]:
+    """The arguments of a function, with each number of a `torch.Size` by itself."""
+    for leaf in leaves:
+        yield from leaf if isinstance(leaf, torch.Size) else (leaf,)
+
+
+def _as_slices(index: Any) -> Any:
+    """A list of one index is a range, which tensors without values do not show."""
+    if isinstance(index, tuple):
+        lists = [item for item in index if isinstance(item, list) or (isinstance(item, T) and item.ndim)]
+        return tuple(map(_as_slices, index)) if len(lists) == 1 else index
+    if isinstance(index, list) and len(index) == 1 and type(index[0]) is int:
+        return slice(index[0], index[0] + 1 or None)
+    return index
+
+
+def _limits(leaf: Any) -> list[_Watched]:
+    return (
+        [limit for limit in (leaf.start, leaf.stop) if isinstance(limit, _Watched)] if isinstance(leaf, slice) else []
+    )

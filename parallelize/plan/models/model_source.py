@@ -1,0 +1,234 @@
+"""A model named on a command line: a config of `transformers`, a model type, a published size, or a function of yours.
+
+    read_model("llama", {"num_hidden_layers": 2}).build("meta")
+    read_model("path/to/llama").build("cpu", seed=0)
+    read_model("my_package.models:tiny")
+
+Nothing is downloaded. A function returns a module, or a dict of `model`, `inputs`, `loss` and `count`. `inputs(batch, sequence)`
+returns keyword arguments of the forward, and `targets` for the loss. `loss` and `count` are those of `Pipeline`.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.base.errors import ModelError, Problem
+from parallelize.plan.models.copied_functions import rebind_functions
+from parallelize.plan.models.float8_linears import as_plain_linears
+from parallelize.plan.models.known_sizes import KNOWN
+from parallelize.plan.models.meta_copy import meta_copy
+from parallelize.plan.models.model_dtype import in_dtype
+from parallelize.plan.models.step_inputs import own_loss, returns_loss, step_inputs
+from parallelize.plan.models.transformers_models import (
+    class_of,
+    config_of_config,
+    config_of_file,
+    config_of_type,
+    is_config,
+    maker_of,
+)
+from parallelize.plan.models.wrapped_models import forward_signature
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """How to build a model and its inputs.
+
+    Attributes:
+        text: the name by which it was read.
+        make: builds the module from a config, on torch's default device.
+        config: the config of `transformers`, or None.
+        extras: what a function returned besides the model: `inputs`, `loss`, `count`. Empty until it was called. Of a model of
+            `transformers` its `loss`, where only the model itself computes one.
+    """
+
+    text: str
+    make: Callable[[Any], nn.Module]
+    config: Any = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_config(self, config: Any) -> ModelSource:
+        """The same class of model with other sizes."""
+        return replace(self, config=config)
+
+    def build(self, device: str = "meta", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """Build the module, in training mode. On the meta device it takes no memory, and no weights are initialized.
+
+        Raises: ModelError `unbuildable-model` where the class of `transformers` does not accept the config; `bad-factory`.
+        """
+        default_dtype = torch.get_default_dtype()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            try:
+                torch.set_default_dtype(dtype)
+                with torch.device(device):
+                    model = self.make(self.config)
+            finally:
+                torch.set_default_dtype(default_dtype)
+        return in_dtype(as_plain_linears(model), dtype).train()
+
+    def inputs(self, model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
+        """Keyword arguments of a training step, drawn from torch's generator. `targets` among them is for the loss.
+
+        Raises: ModelError `unknown-inputs` if the arguments of the model are unknown.
+        """
+        if "inputs" in self.extras:
+            return dict(self.extras["inputs"](batch, sequence))
+        return default_inputs(model, batch, sequence)
+
+    @property
+    def loss(self) -> Callable[[Any, Any], torch.Tensor] | None:
+        """(output, targets) -> sum over tokens. None: cross entropy of the logits."""
+        return self.extras.get("loss")
+
+    @property
+    def count(self) -> Callable[[Any], Any] | None:
+        """(targets) -> what the loss is divided by. None: the number of targets that are not ignored."""
+        return self.extras.get("count")
+
+
+def read_model(model: Any, overrides: Mapping[str, Any] | None = None) -> ModelSource:
+    """Find the model that a text names, or a config describes.
+
+    Args:
+        model: a config of `transformers` or its `config.json` or folder, a model type, a name in `KNOWN`, or `package.module:function`.
+        overrides: fields of the config, or keyword arguments of the function.
+
+    Raises: ModelError `unknown-model`, `unknown-config-field`, `bad-config`, `no-such-factory`, `bad-factory`; ImportError
+        if `transformers` is needed and missing. A config is refused before anything is built where a value of it is beyond the
+        limits of `config_limits`, or where it names a class that is no model of `transformers`. No code of its folder runs.
+    """
+    if is_config(model):
+        return _of_config(model.model_type, config_of_config(model, overrides or {}))
+    name, overrides = str(model), dict(overrides or {})
+    if os.path.exists(name):
+        return _of_config(name, config_of_file(Path(name), overrides))
+    if ":" in name:
+        return _of_function(name, overrides)
+    if name.lower() in KNOWN:
+        model_type, sizes = KNOWN[name.lower()]
+        return _of_config(name, config_of_type(model_type, {**sizes, **overrides}))
+    return _of_config(name, config_of_type(name, overrides))
+
+
+def source_of(model: Any, overrides: Mapping[str, Any] | None = None, name: str = "") -> ModelSource:
+    """The source of a model given by name, by a function or as a module, which is copied. `name`: its name in messages."""
+    if isinstance(model, ModelSource):
+        return model
+    if isinstance(model, nn.Module):  # before functions: a module is callable too
+        return ModelSource(name or type(model).__name__, lambda _: _copied(model))
+    if callable(model) and not isinstance(model, (str, os.PathLike)):
+        return _of_callable(name or getattr(model, "__name__", "model"), model, dict(overrides or {}))
+    return read_model(model, overrides)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy on torch's default device, if that is meta: without a copy of the values."""
+    return meta_copy(model) if torch.empty(0).is_meta else copy_of(model)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy, whose functions run its own modules. Raises: ModelError `reference-failed` for what Python, or PyTorch, does not copy."""
+    copies: dict[int, Any] = {}
+    try:
+        copied = copy.deepcopy(model, copies)
+    except Exception as error:  # of any attribute of any module
+        what = f"{type(model).__name__} cannot be copied for each rank: {type(error).__name__}: {error}"
+        fix = "no locks, files or computed tensors as attributes; weight_norm of torch.nn.utils.parametrizations"
+        raise ModelError(Problem("reference-failed", what, fix=fix)) from error
+    rebind_functions(copied, copies)
+    return copied
+
+
+def parse_overrides(texts: list[str]) -> dict[str, Any]:
+    """`["num_hidden_layers=2", "hidden_act=relu"]` as a dict. Values are JSON if they can be read as JSON, else text.
+
+    Raises: ModelError `bad-override`.
+    """
+    overrides: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ModelError(Problem("bad-override", f"cannot read {text!r}", fix="write `num_hidden_layers=2`"))
+        try:
+            overrides[key] = json.loads(value)
+        except json.JSONDecodeError:
+            overrides[key] = value
+    return overrides
+
+
+def _of_config(text: str, config: Any) -> ModelSource:
+    extras = {"loss": own_loss} if returns_loss(class_of(config, text)) else {}
+    return ModelSource(text, maker_of(config, text), config, extras)
+
+
+def _of_function(text: str, overrides: dict[str, Any]) -> ModelSource:
+    module, _, name = text.partition(":")
+    fix = "package.module:function"
+    if not module or module.startswith("."):
+        raise ModelError(Problem("no-such-factory", f"no module is called {module!r}", fix=fix))
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as under `python -m`
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not (module == error.name or module.startswith(error.name + ".")):
+            raise  # the module exists, and imports one that does not
+        raise ModelError(Problem("no-such-factory", f"no module is called {module!r}", fix=fix)) from error
+    except AttributeError as error:
+        raise ModelError(Problem("no-such-factory", f"{module} has no {name!r}", fix=fix)) from error
+    return _of_callable(text, function, overrides)
+
+
+def _of_callable(text: str, function: Callable[..., Any], overrides: dict[str, Any]) -> ModelSource:
+    extras: dict[str, Any] = {}
+
+    def make(_: Any) -> nn.Module:
+        returned = function(**overrides)
+        values = returned if isinstance(returned, Mapping) else {"model": returned}
+        if not isinstance(values.get("model"), nn.Module):
+            what = f"{text} returned a {type(returned).__name__}"
+            fix = "return an nn.Module, or a dict with `model` and optionally `inputs`, `loss`, `count`"
+            raise ModelError(Problem("bad-factory", what, fix=fix))
+        extras.update({key: value for key, value in values.items() if key != "model" and value is not None})
+        return values["model"]
+
+    return ModelSource(text, make, None, extras)
+
+
+def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
+    """Random inputs and targets: token ids [batch, sequence] for a model with an embedding; of others see `step_inputs`.
+
+    Raises: ModelError `unknown-inputs`.
+    """
+    if values := step_inputs(model, batch, sequence):
+        return values
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if not tables:
+        fix = 'have the function return {"model": ..., "inputs": lambda batch, sequence: {...}}'
+        raise ModelError(Problem("unknown-inputs", f"{type(model).__name__} has no embedding of ids", fix=fix))
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None) or max(table.num_embeddings for table in tables)
+    ids = torch.randint(0, vocabulary, (batch, sequence))
+    inputs: dict[str, Any] = {_name_of_ids(model): ids}
+    if hasattr(config, "use_cache"):
+        inputs["use_cache"] = False  # as in a training loop
+    if "ForSequenceClassification" in type(model).__name__:
+        return {**inputs, "targets": torch.randint(0, int(getattr(config, "num_labels", 2)), (batch,))}
+    return {**inputs, "targets": torch.randint(0, vocabulary, (batch, sequence))}
+
+
+def _name_of_ids(model: nn.Module) -> str:
+    names = list(forward_signature(model).parameters)[1:]
+    return "input_ids" if "input_ids" in names or not names else names[0]

@@ -1,0 +1,103 @@
+"""Optimizers that were built before parameters of the model are replaced: their steps would change nothing.
+
+They are refused, or given the new parameters where no step can have been taken.
+
+To find them, every object of the process is inspected, which takes tenths of a second. An optimizer references each of its
+parameters, so the search is needed only if something other than the model's modules references a parameter.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from parallelize.base.errors import ModelError, Problem
+
+
+def refuse_early_optimizers(module: nn.Module, replaced: Iterable[str] | None = None) -> None:
+    """Refuse a model of which an optimizer steps parameters that will be replaced.
+
+    Args:
+        module: the root of the model.
+        replaced: names of the parameters that will be replaced. None: all.
+
+    Raises: ModelError `early-optimizer`.
+    """
+    names = None if replaced is None else set(replaced)
+    named = module.named_parameters(remove_duplicate=False)
+    parameters = {id(parameter) for name, parameter in named if names is None or name in names}
+    if not parameters or not _referenced_elsewhere(module):
+        return
+    if any(True for _ in _optimizers_of(parameters)):
+        gc.collect()  # an unused optimizer may still exist in a reference cycle
+    for optimizer in _optimizers_of(parameters):
+        what = f"a parameter of this model is already in an optimizer ({type(optimizer).__name__}), which could not step it"
+        fix = "build the optimizer afterwards, from the model that is returned"
+        raise ModelError(Problem("early-optimizer", what, fix=fix))
+
+
+def give_new_parameters(replaced: Sequence[tuple[Any, Any]]) -> None:
+    """Let lists and dictionaries that have parameters of the model, as those of optimizers, have what takes their places.
+
+    Args:
+        replaced: (parameter, new one) of each, of which none was stepped yet. Nothing else refers to a parameter, but what uses it.
+    """
+    new_of = {id(old): new for old, new in replaced}
+    for old, _ in replaced:
+        if sys.getrefcount(old) > _IN_LOOP:
+            for holder in gc.get_referrers(old):  # inspects every object of the process, once for each holder or so
+                _replace_in(holder, new_of)
+
+
+_IN_LOOP = 3
+"""References to a parameter above: of its pair, of the variable, and of the call."""
+
+
+def _replace_in(holder: Any, new_of: Mapping[int, Any]) -> None:
+    if type(holder) is list:
+        holder[:] = [new_of.get(id(value), value) for value in holder]
+    elif type(holder) is dict:
+        holder.update({key: new_of[id(value)] for key, value in holder.items() if id(value) in new_of})
+
+
+def _referenced_elsewhere(module: nn.Module) -> bool:
+    """Whether anything but the modules of this model refers to one of its parameters."""
+    # by id: modules copied with `copy.copy` have one dict
+    slots = list({id(owner._parameters): owner._parameters for owner in module.modules()}.values())
+    owned = Counter(id(parameter) for parameters in slots for parameter in parameters.values())
+    own_references = _references({"probe": object()})[0][1] - 1  # what counting adds, which depends on Python's version
+    return any(
+        count - own_references > owned[key]
+        for parameters in slots
+        for key, count in _references(parameters)
+        if key != id(None)
+    )
+
+
+def _references(values: dict[str, Any]) -> list[tuple[int, int]]:
+    """(id, reference count) of each value."""
+    return [(id(value), sys.getrefcount(value)) for value in values.values()]
+
+
+def _optimizers_of(parameters: set[int]) -> Iterator[Any]:
+    classes = set(_subclasses(Optimizer))
+    for candidate in gc.get_objects():
+        # type() instead of isinstance(), which would initialize lazy objects
+        if type(candidate) in classes and any(id(p) in parameters for p in _stepped_by(candidate)):
+            yield candidate
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    yield cls
+    for subclass in cls.__subclasses__():
+        yield from _subclasses(subclass)
+
+
+def _stepped_by(optimizer: Any) -> list[Any]:
+    return [parameter for group in vars(optimizer).get("param_groups", ()) for parameter in group["params"]]

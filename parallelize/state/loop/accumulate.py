@@ -1,0 +1,42 @@
+"""Gradient accumulation: what ranks sum is summed once, after all backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from torch import nn
+
+from parallelize.state.records import applied, not_parallelized, record_of
+
+
+@contextmanager
+def accumulate_gradients(module: nn.Module) -> Iterator[None]:
+    """Run several backward passes inside; gradients that ranks sum are summed once, when the block ends.
+
+    Without it each backward pass sums its own: the same numbers, with more messages.
+
+    Args:
+        module: a model after `parallelize_module`, `shard_data`, or both.
+
+    Returns: a context manager.
+    Raises: ModelError `not-parallelized`.
+    Cost: one set of reductions at the end of the block: the pending reductions of norms and shared heads over tp, and the
+        gradients that `shard_data` reduces over the data axes. ZeRO 2 and 3 reduce in each backward pass, unless `defer` is
+        set.
+    """
+    record, data = record_of(module), applied(module).data
+    if record is None and data is None:
+        raise not_parallelized(module)
+    engine = data.engine if data is not None else None
+    with record.pending_reductions.accumulating() if record is not None else nullcontext():
+        if engine is not None:
+            engine.hold(auto_flush=True)
+        try:
+            yield
+        except BaseException:
+            if engine is not None:
+                engine.reset()
+            raise
+    if engine is not None:
+        engine.finish()

@@ -1,0 +1,244 @@
+"""Gradient norms and clipping over plain tensors and DTensors of any mix of layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallelize.base.errors import GradientError, Problem, short_list
+from parallelize.base.layout import even_interval
+from parallelize.base.torch_private import torch_tensors as private
+from parallelize.comm.groups import Group, axis_group
+from parallelize.comm.meshes import mesh_spec
+from parallelize.state.layout_tensor.local_pairs import layout_axis
+from parallelize.state.loop.gradient_groups import Groups, sharding_groups
+from parallelize.state.records import Shared, applied, cut_of, mark_of, mesh_of
+from parallelize.state.sharding import shared_of_parameters
+
+_local_of = private.local_of
+_UNSHARDED: Groups = ()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale all gradients in place so that their total norm is at most `max_norm`; return the norm before.
+
+    Plain and DTensor gradients, of any meshes, may be mixed. Elements that several ranks store are counted once, and so are
+    tied copies on other pipeline stages: the norm is that of the unsharded model.
+
+    Args:
+        parameters: a model, or parameters. Pass the model if `fully_shard` was applied by hand and several ranks store the
+            same key/value heads, or if a pipeline stage may have no trained parameter.
+        max_norm: the largest norm of all gradients together.
+        norm_type: the order of the norm; `inf` for the largest absolute value.
+        error_if_nonfinite: raise an error for a norm that is not finite.
+        foreach: False scales one gradient after another. Default: all of a device together.
+
+    Returns: a scalar plain tensor, the same on every rank.
+    Raises: GradientError `nonfinite-gradients` (a RuntimeError), with `error_if_nonfinite`: on every rank, before anything
+        is scaled; with the parameters' names, given a model.
+    Cost: norms of local tensors, one all-reduce of a number per axis of each set of sharding axes, and one over the pipeline
+        stages.
+    Source: as `torch.nn.utils.clip_grad_norm_`.
+    """
+    source = parameters if isinstance(parameters, nn.Module) else _listed(parameters)
+    gradients, total = _norm(source, float(norm_type), error_if_nonfinite)
+    if total is None:
+        return torch.tensor(0.0)
+    devices = {local.device for local in gradients.locals}
+    scale = (max_norm / (total + 1e-6)).clamp_(max=1.0)
+    if foreach is False or len(devices) > 1:
+        for local in gradients.locals:
+            local.mul_(scale.to(local.device))
+    elif gradients.locals:
+        torch._foreach_mul_(gradients.locals, scale)
+    return total
+
+
+@torch.no_grad()
+def norm_of(parameters: Iterable[Any], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    """The norm by which `clip_grad_norm_` would clip these parameters; see there."""
+    total = _norm(list(parameters), float(norm_type), error_if_nonfinite)[1]
+    return torch.tensor(0.0) if total is None else total
+
+
+def _norm(source: Any, norm_type: float, error_if_nonfinite: bool) -> tuple[_LocalGradients, torch.Tensor | None]:
+    """The gradients and their norm; None where there is nothing on this rank, nor on other stages."""
+    gradients, stages = _gradients(source)
+    if not gradients.locals and stages is None:
+        return gradients, None
+    total = _total_norm(gradients, norm_type, stages)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise _nonfinite(source, norm_type, total)
+    return gradients, total
+
+
+@dataclass
+class _GroupGradients:
+    """Local gradients that the same groups shard, in chunks. `weights`: of the chunks, where some count less than once."""
+
+    chunks: list[torch.Tensor] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+    def add(self, chunk: torch.Tensor) -> None:
+        self.chunks.append(chunk)
+
+    def add_weighted(self, chunk: torch.Tensor, weight: float) -> None:
+        self.weights += [1.0] * (len(self.chunks) - len(self.weights)) + [weight]
+        self.chunks.append(chunk)
+
+    def apply_weights(self, powers: torch.Tensor) -> torch.Tensor:
+        """Multiply one number per chunk by the chunk's weight."""
+        if not self.weights:
+            return powers
+        return powers * powers.new_tensor(self.weights + [1.0] * (len(self.chunks) - len(self.weights)))
+
+
+class _LocalGradients:
+    """Local gradients by the groups that shard them."""
+
+    def __init__(self) -> None:
+        self.locals: list[torch.Tensor] = []
+        self.by_groups: dict[Groups, _GroupGradients] = {}
+
+    def add(self, grad: torch.Tensor, shared: Shared, counted: bool) -> None:
+        """`shared`: intervals that several tp ranks store. `counted`: on this pipeline stage."""
+        local, groups = grad, _UNSHARDED
+        if isinstance(grad, DTensor):
+            local, groups = _local_of(grad), sharding_groups(grad)
+        self.locals.append(local)
+        same_groups = self.by_groups.get(groups)
+        if same_groups is None:
+            same_groups = self.by_groups[groups] = _GroupGradients()
+        if not counted:  # a copy, which another stage counts
+            same_groups.add(_zero(local))
+        elif shared:
+            for chunk, weight in _weighted_chunks(grad, local, shared):
+                same_groups.add_weighted(chunk, weight)
+        else:
+            same_groups.chunks.append(local if local.numel() else _zero(local))
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _nonfinite(source: Any, norm_type: float, total: torch.Tensor) -> GradientError:
+    """The same error on every rank: the parameters of all ranks, where a model has the mesh."""
+    rows: list[tuple[str, str]] = []
+    if isinstance(source, nn.Module):
+        names = [n for n, p in source.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
+        by_rank: list[Any] = [names]
+        mesh = mesh_of(source)
+        if mesh is not None and mesh.size() > 1:
+            by_rank = [None] * mesh.size()
+            dist.all_gather_object(by_rank, names, group=axis_group(mesh, *mesh_spec(mesh).names))
+        rows = [(f"rank {rank}", short_list(names, 4)) for rank, names in enumerate(by_rank) if names][:16]
+    what = f"the gradient norm of order {norm_type} is {total.item()}, so gradients cannot be clipped"
+    fix = "nothing was changed: skip this batch, or check the scale of the loss"
+    return GradientError(Problem("nonfinite-gradients", what, rows=tuple(rows), fix=fix))
+
+
+def _is_finite(grad: Any) -> bool:
+    local = private.plain_local(grad)
+    return bool(torch.isfinite(local).all())
+
+
+def _gradients(source: Any) -> tuple[_LocalGradients, Group | None]:
+    """The gradients of these parameters, and the pipeline's group, if they are those of one stage."""
+    module = source if isinstance(source, nn.Module) else None
+    shared_of = shared_of_parameters(source) if module is not None else None
+    ties = applied(source).ties if module is not None else None
+    copies = ties.copies() if ties is not None else ()
+    gradients, stages = _LocalGradients(), None
+    for tensor in source if module is None else module.parameters():
+        mark = mark_of(tensor)
+        shared, stage = mark.shared, mark.stage
+        if stage is not None:
+            stages = stage.group
+        grad = tensor.grad
+        if grad is not None:
+            shared = shared if shared_of is None else shared_of.get(id(tensor), ())
+            counted = (stage is None or stage.counted) and not (copies and id(tensor) in copies)
+            gradients.add(grad, shared, counted)
+    if stages is None and module is not None:
+        cut = cut_of(module)
+        stages = None if cut is None else cut.group
+    return gradients, stages
+
+
+def _zero(like: torch.Tensor) -> torch.Tensor:
+    """What an empty shard contributes: PyTorch refuses an infinity norm of no elements."""
+    return like.new_zeros(1)
+
+
+def _weighted_chunks(grad: torch.Tensor, local: torch.Tensor, shared: Shared) -> Iterator[tuple[torch.Tensor, float]]:
+    """(chunk, weight) of a local gradient, split where other ranks store the same elements; the weight is 1 / their number."""
+    dim = shared[0][0]
+    first, offset, size = _first_index(grad, dim), 0, local.shape[dim]
+    for _, start, stop, num_ranks in shared:
+        start, stop = (min(max(index - first, 0), size) for index in (start, stop))
+        for low, high, weight in ((offset, start, 1.0), (start, stop, 1.0 / num_ranks)):
+            if high > low:
+                yield local.narrow(dim, low, high - low), weight
+        offset = max(offset, stop)
+    if offset < size:
+        yield local.narrow(dim, offset, size - offset), 1.0
+
+
+def _first_index(grad: torch.Tensor, dim: int) -> int:
+    """Where this rank's shard begins within its tp shard, which ZeRO may shard further."""
+    if not isinstance(grad, DTensor) or grad.device_mesh.ndim == 1:
+        return 0
+    mesh = grad.device_mesh
+    layout_number = layout_axis(mesh)
+    assert layout_number is not None, "elements that several ranks of tp store"
+    local_size = grad.shape[dim] // mesh.size(layout_number)
+    for axis, placement in enumerate(grad.placements):
+        if axis != layout_number and private.shard_dim(placement) == dim:
+            return even_interval(local_size, mesh.size(axis), mesh.get_local_rank(axis))[0]
+    return 0
+
+
+def _total_norm(gradients: _LocalGradients, norm_type: float, stages: Group | None) -> torch.Tensor:
+    """The norm of all gradients, on the device of the first of them."""
+    several = len({local.device for local in gradients.locals}) > 1
+    device = gradients.locals[0].device if several else None
+    largest = norm_type == torch.inf
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    sums = list(_sums(gradients, norm_type, device)) if gradients.locals else []
+    if stages is not None:  # a stage without gradients takes part too
+        zero = sums[0].new_zeros(()) if sums else torch.zeros((), device=stages.device)
+        sums = [torch.stack([zero, *sums]).max() if largest else torch.stack([zero, *sums]).sum()]
+        sums[0] = sums[0].double()  # stages may differ in dtype
+        stages.all_reduce(sums[0], op)
+    total = sums[0] if len(sums) == 1 else torch.stack(sums)
+    return total.max() if largest else total.sum().pow_(1.0 / norm_type)
+
+
+def _sums(gradients: _LocalGradients, norm_type: float, device: torch.device | None) -> Iterator[torch.Tensor]:
+    """For each set of groups, the sum of powers (or the maximum) over its ranks."""
+    largest = norm_type == torch.inf
+    counts = [len(part.chunks) for part in gradients.by_groups.values()]
+    each = torch._foreach_norm([chunk for part in gradients.by_groups.values() for chunk in part.chunks], norm_type)
+    norms = torch.stack(each if device is None else [norm.to(device) for norm in each])
+    norms = norms if norms.dtype == torch.float64 else norms.float()  # squares overflow half precision
+    # a maximum over ranks may drop a NaN, but not an infinity
+    norms = norms.nan_to_num(nan=torch.inf, posinf=torch.inf) if largest else norms.pow_(norm_type)
+    for (groups, part), values in zip(gradients.by_groups.items(), norms.split(counts), strict=True):
+        total = values.max() if largest else part.apply_weights(values).sum()
+        for group in groups:
+            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        yield total

@@ -1,0 +1,115 @@
+"""Quantizing the linears and experts of a model that is not planned yet, in place, and the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallelize.base.errors import ModelError, Problem
+from parallelize.plan.block_formats import BlockFormat, block_format
+from parallelize.plan.transposed_linear import is_conv1d
+from parallelize.state.quantization.block_codes import dequantize as dequantized_weight
+from parallelize.state.quantization.block_codes import quantize_rows
+from parallelize.state.quantization.chosen_linears import Names, chosen_modules, features
+from parallelize.state.quantization.other_quantizers import refuse_other_quantizers
+from parallelize.state.quantization.peft_targets import show_stacks_to_peft
+from parallelize.state.quantization.quantized_experts import (
+    QuantizedExperts,
+    quantize_experts,
+    restore_experts,
+    stacked_weights,
+)
+from parallelize.state.quantization.quantized_linear import QuantizedLinear, allocate_codes
+from parallelize.state.records import mesh_of
+
+
+def quantize(model: nn.Module, form: str | BlockFormat = "nf4", *, modules: Names = None) -> nn.Module:
+    """Store the weights of linears and stacked experts in 4 or 8 bits by block, in place, before the plan. They do not train any more.
+
+    Args:
+        model: with weights, or on the meta device: weights are then quantized while they are read (`load_pretrained`).
+        form: "nf4" or "int8", with blocks of 64 elements of a row; "nf4(block=32)" for others.
+        modules: names or patterns of linears and stacked experts, as plans write them. None: every `nn.Linear` (and Conv1D of GPT-2,
+            whose weight is stored as [in, out]) and all stacked experts of `transformers` that run one after another, inside of a list of
+            layers, except adapters, tied weights, and linears with fewer outputs than a block, such as gates: embedding and head stay.
+
+    Returns: the model.
+    Raises: ModelError, before anything is changed: `unknown-format`, `no-such-linear`, `unquantizable-linear`, `partial-block`,
+        `tied-weight`, `not-finite-weight`, `other-quantizer`, `wrong-order` after a plan.
+    Warns: of stacked experts of another form, which stay as they are.
+    Cost: no communication. Codes and one part of a weight in float32 are allocated beside the weights, one module at a time.
+    """
+    form = block_format(form)
+    refuse_planned(model, "quantize")
+    refuse_other_quantizers(model)
+    show_stacks_to_peft()
+    for module in chosen_modules(model, form, modules).values():
+        (quantize_experts if stacked_weights(module) else quantize_linear)(module, form)
+    return model
+
+
+def dequantize(model: nn.Module) -> nn.Module:
+    """Give every quantized linear and expert of a model its dequantized weight, in place: the stock module again, and frozen.
+
+    Args:
+        model: with or without adapters, which then can be merged.
+
+    Returns: the model.
+    Raises: ModelError `wrong-order` after a plan.
+    Cost: no communication.
+    """
+    refuse_planned(model, "dequantize")
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            restore_linear(module)
+        elif isinstance(module, QuantizedExperts):
+            restore_experts(module)
+    return model
+
+
+def refuse_planned(model: nn.Module, call: str) -> None:
+    if any(mesh_of(module) is not None for module in model.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    ):
+        what = f"{call} changes the parameters of a model, and a plan has sharded them already"
+        raise ModelError(Problem("wrong-order", what, fix=f"{call}(model) first, then the plan"))
+
+
+def quantize_linear(linear: nn.Module, form: BlockFormat) -> None:
+    """Make one linear, or Conv1D, a `QuantizedLinear`. It stays the same object, with its hooks."""
+    stock, made = type(linear), linear
+    in_features, out_features = features(linear)
+    weight, bias = linear._parameters.pop("weight"), linear._parameters.pop("bias", None)
+    assert weight is not None
+    for key in _CONV1D if is_conv1d(linear) else ():
+        linear.__dict__.pop(key, None)
+    made.__class__ = QuantizedLinear
+    assert isinstance(made, QuantizedLinear)
+    made.in_features, made.out_features, made.stock_class = in_features, out_features, stock
+    allocate_codes(made, form, weight.dtype, bias, weight.device)
+    if not weight.is_meta:
+        rows = weight.T if made.is_transposed else weight
+        quantize_rows(rows, form, made.weight_codes.data, made.weight_scales.data)
+
+
+def restore_linear(linear: QuantizedLinear) -> None:
+    """Make it again what it was, with the dequantized weight."""
+    codes, scales, stock = linear.weight_codes.detach(), linear.weight_scales.detach(), linear.stock_class
+    weight = dequantized_weight(codes, scales, linear.form, linear.dtype)
+    bias, sizes = linear._parameters["bias"], (linear.in_features, linear.out_features)
+    linear._parameters.clear()
+    is_transposed = linear.is_transposed
+    names = ("form", "dtype", "packs", "stock_class", *(("in_features", "out_features") if is_transposed else ()))
+    for key in names:
+        del linear.__dict__[key]
+    plain: Any = linear
+    plain.__class__ = stock
+    if is_transposed:
+        plain.nx, plain.nf = sizes
+    plain.weight = nn.Parameter(weight.T.contiguous() if is_transposed else weight, requires_grad=False)
+    plain.register_parameter("bias", bias)
+
+
+_CONV1D = ("nx", "nf")

@@ -1,0 +1,138 @@
+"""Full parameters to DTensors and back, as the layout says.
+
+A layout that `Shard(dim)` cannot express (packed projections, key/value heads that several ranks store) is stored as an even
+`Shard` of permuted elements. Shards are padded at the end where ranks store different numbers of them. `full_parameter` and
+the state dict return the original order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from parallelize.base.layout import Layout
+from parallelize.base.torch_private import torch_tensors as private
+from parallelize.comm.groups import Group
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.rows import ParameterRow
+from parallelize.state.layout_tensor.layout_dtensor import with_layout, wrap_like
+from parallelize.state.layout_tensor.stored_order import store, store_like
+from parallelize.state.records import PlanRecord, Shared, applied, mark_parameter
+from parallelize.state.step_results import ParameterSlot
+
+
+def join_tied_slots(module: nn.Module) -> None:
+    """Let the slots of one parameter in several planned modules deliver its gradient once, when backward ends.
+
+    A plan knows its ties. Modules that were planned in several calls, or were tied after it, deliver one gradient each, of which a
+    reducer would send the first one before the others are there.
+    """
+    slots: dict[int, list[ParameterSlot]] = {}
+    for owner in module.modules():
+        planned = applied(owner).planned
+        for slot in planned.slots if planned is not None else ():
+            slots.setdefault(id(owner._parameters.get(slot.key)), []).append(slot)
+    for first, *others in slots.values():
+        for slot in others:
+            first.tied = slot.tied = True
+            slot.pending_reductions = first.pending_reductions
+
+
+def shared_of_parameters(module: nn.Module) -> dict[int, Shared]:
+    """id of a parameter -> (dim, start, stop, multiplicity) of the local intervals that other tp ranks store too.
+
+    It is read from the slots of the planned modules, so that it is right under wrappers and for ZeRO's own parameters too.
+    """
+    shared = {}
+    for owner in module.modules():
+        planned = applied(owner).planned
+        for slot in planned.slots if planned is not None else ():
+            if slot.shared:
+                shared[id(owner._parameters[slot.key])] = slot.shared
+    return shared
+
+
+def shared_of(layout: Layout, rank: int) -> Shared:
+    return tuple((layout.dim or 0, start, stop, len(ranks)) for start, stop, ranks in layout.shared(rank))
+
+
+class Sharder:
+    """Replaces full parameters by DTensors, one at a time.
+
+    Args:
+        source: the rank whose values are broadcast to those of the layout's axis; None: each rank shards its own.
+        dtype, device: dtype and device of the stored parameters; None: unchanged.
+    """
+
+    def __init__(self, source: int | None, dtype: torch.dtype | None, device: torch.device | str | None):
+        self.source, self.dtype, self.device = source, dtype, device
+        self._specs: dict[tuple[Any, ...], Any] = {}  # of DTensors that layers have alike
+
+    def shard(self, module: nn.Module, resolved: ResolvedPlan, axis_of: Callable[[ParameterRow], DeviceMesh]) -> None:
+        """axis_of: the axis of the mesh that a row's layout is over."""
+        modules = dict(module.named_modules(remove_duplicate=False))
+        for row in resolved.parameters.values():
+            if row.plain:
+                continue
+            owner, _, key = row.fqn.rpartition(".")
+            new = self.parameter(modules[owner]._parameters[key], row.layout, axis_of(row))
+            for name in row.fact.names:
+                owner, _, key = name.rpartition(".")
+                modules[owner]._parameters[key] = new
+
+    def parameter(self, full: Any, layout: Layout, axis: DeviceMesh) -> nn.Parameter:
+        """The DTensor parameter for a full one, with the same flags and attributes."""
+        group = Group(axis.get_group())
+        dtype = self.dtype if self.dtype is not None and full.is_floating_point() else full.dtype
+        device = full.device if full.is_meta or self.device is None else torch.device(self.device)
+        data = full.detach()
+        if not full.is_meta and self.source is not None and group.size > 1:
+            data = data.to(axis.device_type).clone(memory_format=torch.contiguous_format)
+            group.broadcast(data, self.source)
+        local = store(data, layout, group.rank).to(device=device, dtype=dtype)
+        new = nn.Parameter(self._dtensor(local, layout, axis), requires_grad=full.requires_grad)
+        new.__dict__.update(full.__dict__)
+        mark_parameter(new, own=True, shared=shared_of(layout, group.rank))
+        return new
+
+    def _dtensor(self, stored: torch.Tensor, layout: Layout, axis: DeviceMesh) -> DTensor:
+        """As `as_dtensor`, with one spec for all layers, since a spec is most of what that costs."""
+        key = (layout.shape, layout.dim, axis, stored.dtype)
+        if key not in self._specs:
+            first = as_dtensor(stored, layout, axis)
+            self._specs[key] = private.spec_of(first)
+            return first
+        return with_layout(private.wrap(stored, self._specs[key]), layout)
+
+
+def as_dtensor(stored: torch.Tensor, layout: Layout, tp: DeviceMesh) -> DTensor:
+    """A DTensor around a stored shard."""
+    placement = Replicate() if layout.dim is None else Shard(layout.dim)
+    return with_layout(from_local(stored, layout.shape, placement, tp), layout)
+
+
+def from_local(local: torch.Tensor, shape: tuple[int, ...], placement: Any, tp: DeviceMesh) -> DTensor:
+    """A DTensor of a known full shape, which cannot be derived from uneven shards."""
+    stride, strides = 1, []
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return DTensor.from_local(
+        local, tp, [placement], run_check=False, shape=torch.Size(shape), stride=tuple(reversed(strides))
+    )
+
+
+def reshard_like(full: torch.Tensor, layout: Layout, parameter: Any) -> DTensor:
+    """A full tensor as a DTensor that is stored like `parameter`, also where ZeRO shards it. No communication."""
+    return wrap_like(parameter, store_like(full.to(device=parameter.device), layout, parameter))
+
+
+def rows_by_name(record: PlanRecord) -> dict[str, ParameterRow]:
+    """Every name of every parameter -> its row of the resolved plan."""
+    rows = (row for row in record.resolved.parameters.values() if not row.plain)
+    return {name: row for row in rows for name in row.fact.names}

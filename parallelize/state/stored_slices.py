@@ -1,0 +1,125 @@
+"""The elements of a parameter that this rank stores: slices of its local tensor, paired with slices of the full tensor.
+
+Tensor parallelism shards first, as the plan's layout says: chunks, permuted and padded. Data axes shard the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallelize.base.layout import Layout, SlicePair, replicated
+from parallelize.base.torch_private import torch_tensors as private
+from parallelize.state.layout_tensor.local_pairs import layout_axis, local_pairs, local_window
+from parallelize.state.records import record_of
+from parallelize.state.sharding import rows_by_name
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A parameter or buffer as this rank stores it.
+
+    Attributes:
+        fqn, names: its first name, and all of its names.
+        local: the local tensor.
+        shape: the shape of the full tensor.
+        slices: the (local, full) pairs of slices that this rank stores.
+        axes: the mesh axes along which ranks store different elements. Along all others they store the same.
+        is_first_holder: for each pair of `slices`, whether this rank is the first of those along `axes` that store these
+            elements (several ranks may store a key/value head).
+    """
+
+    fqn: str
+    names: tuple[str, ...]
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    slices: tuple[SlicePair, ...]
+    axes: frozenset[str] = frozenset()
+    is_first_holder: tuple[bool, ...] = (True,)
+
+
+def stored_parameters(module: nn.Module) -> list[StoredTensor]:
+    """Every parameter once, in the order of the model."""
+    stored_slices = StoredSlices(module)
+    return [stored_slices.of(names, parameter) for names, parameter in named_once(module)]
+
+
+def named_once(module: nn.Module) -> list[tuple[tuple[str, ...], Any]]:
+    """(all its names, parameter) of every parameter, in the order of the model."""
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, Any] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    return [(tuple(aliases), parameters[key]) for key, aliases in names.items()]
+
+
+class StoredSlices:
+    """The stored slices of a model's parameters, and of tensors stored like them: float32 copies, optimizer states."""
+
+    def __init__(self, module: nn.Module):
+        self.record = record_of(module)
+        self.rows = rows_by_name(self.record) if self.record is not None else {}
+        self._alike: dict[Any, _Alike] = {}
+
+    def of(self, names: tuple[str, ...], parameter: Any) -> StoredTensor:
+        """`parameter`: the model's parameter of these names, or a tensor that is stored like it."""
+        row = self.rows.get(names[0])
+        if not isinstance(parameter, DTensor):
+            shape = tuple(parameter.shape)
+            return StoredTensor(names[0], names, parameter.detach(), shape, replicated(shape, 1).slices(0))
+        if row is None or self.record is None:
+            return _by_placements(names, parameter)
+        local = private.local_of(parameter).detach()
+        layout, rank = row.layout, self.record.group_for(row).rank
+        key = layout, rank, parameter.device_mesh, private.spec_of(parameter).placements
+        if key not in self._alike:
+            self._alike[key] = _alike(parameter, layout, rank)
+        return StoredTensor(names[0], names, local, layout.shape, *self._alike[key])
+
+
+_Alike = tuple[tuple[SlicePair, ...], frozenset[str], tuple[bool, ...]]
+"""`slices`, `axes` and `is_first_holder`, which tensors that are laid out alike share."""
+
+
+def _alike(parameter: DTensor, layout: Layout, rank: int) -> _Alike:
+    mesh = parameter.device_mesh
+    number = layout_axis(mesh)
+    over = set() if number is None else {(mesh.mesh_dim_names or ("tp",))[number]}
+    axes = _sharding_axes(parameter) - over | (over if layout.dim is not None else set())
+    pairs = local_pairs(parameter, layout, rank)
+    slices, is_first_holder = tuple(pair for pair, _ in pairs), tuple(is_first for _, is_first in pairs)
+    return slices, frozenset(axes), is_first_holder
+
+
+def _by_placements(names: tuple[str, ...], parameter: DTensor) -> StoredTensor:
+    """A DTensor that no plan made, such as one of `fully_shard`."""
+    shape = tuple(parameter.shape)
+    window = local_window(parameter, [(0, size) for size in shape], skip=None)
+    pairs: tuple[SlicePair, ...] = ()
+    if all(stop > start for start, stop in window):
+        local_slices = tuple(slice(0, stop - start) for start, stop in window)
+        pairs = (SlicePair(local_slices, tuple(slice(start, stop) for start, stop in window)),)
+    local, axes = private.local_of(parameter).detach(), frozenset(_sharding_axes(parameter))
+    return StoredTensor(names[0], names, local, shape, pairs, axes, (True,) * len(pairs))
+
+
+def _sharding_axes(parameter: DTensor) -> set[str]:
+    """The mesh axes that shard a DTensor."""
+    axes = parameter.device_mesh.mesh_dim_names or ("tp",) * parameter.device_mesh.ndim
+    placements = zip(axes, parameter.placements, strict=True)
+    return {axis for axis, placement in placements if private.shard_dim(placement) is not None}
+
+
+def data_rank(mesh: Any, axes: tuple[str, ...]) -> tuple[int, int]:
+    """(rank, size) of this process over the product of those of these axes that the mesh has."""
+    rank, size = 0, 1
+    for axis in axes:
+        if axis in (mesh.mesh_dim_names or ()):
+            axis_size = mesh.size(mesh.mesh_dim_names.index(axis))
+            rank, size = rank * axis_size + mesh.get_local_rank(axis), size * axis_size
+    return rank, size

@@ -1,0 +1,267 @@
+"""Bytes that a rank stores over a step: what stays, and what is allocated and freed as the schedule runs. Arithmetic.
+
+What stays (parameters, gradients, optimizer state) is counted by `plan/parameter_shards.py`. The rest are the recorded changes of each
+segment, in the order of the rank's actions. Under ZeRO 2, communication buffers are counted at their largest; under ZeRO 3 as units run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parallelize.axes.pipeline.schedules import Action
+from parallelize.axes.pipeline.step_runner import AHEAD
+from parallelize.axes.pipeline.timeline import Receive, Send
+from parallelize.plan.parameter_shards import ParameterShard, stored_elements, zero_groups
+from parallelize.tools.analysis.cost.curves import Curve, curve_of
+from parallelize.tools.analysis.cost.data_axes import buckets_of, view_of
+from parallelize.tools.analysis.cost.gathered_units import GatheredUnits, gathered_bytes
+from parallelize.tools.analysis.cost.matrix_steps import MOMENTUM_BYTES
+from parallelize.tools.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
+from parallelize.tools.analysis.cost.training_step import RankStep, receives_early
+
+
+class StoredBytes(NamedTuple):
+    """Bytes that a rank stores over a step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One segment of one action: bytes of activations and new gradients before it, at its peak, and after it."""
+
+    action: str
+    unit: str
+    before: int
+    peak: int
+    after: int
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank.
+
+    Attributes:
+        parameters, optimizer: stored over all steps. gradients: stored from the first backward on.
+        activations: their peak, with the tensors that travel between stages.
+        buffers: communication buffers, the largest sum at any time.
+        peak: the largest sum of everything. peak_at: its action and unit.
+        moments: the step in order.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    peak: int
+    peak_at: str
+    moments: tuple[Moment, ...] = ()
+
+
+def _new_gradients(step: RankStep) -> int:
+    """Gradients that the first microbatch of each stage allocates: in backward, or in forward with a fused loss.
+
+    (The gradient of a tied weight's other copy is not among them.)
+    """
+    stages = [step.segments(stage, later=False) for stage in step.local_stages]
+    segments = [segment for stage in stages for segment in (*stage.forward, *stage.backward)]
+    return sum(change.gradients for segment in segments for change in segment.changes)
+
+
+def _joined(curves: Sequence[tuple[str, Curve]]) -> tuple[str, Curve]:
+    """One curve for all, with the unit where it is highest."""
+    net = peak = net_all = peak_all = 0
+    highest = ""
+    for unit, curve in curves:
+        peak = max(peak, net + curve.peak)
+        if net_all + curve.peak_all > peak_all:
+            peak_all, highest = net_all + curve.peak_all, unit
+        net, net_all = net + curve.net, net_all + curve.net_all
+    return highest, Curve(net, peak, net_all, peak_all)
+
+
+def memory_of(step: RankStep, by_segment: bool = True) -> RankMemory:
+    """The memory of the rank of `step`. by_segment: one moment per segment; else one per action."""
+    setting, shards = step.setting, step.shards
+    without_gradient = {shard.name for shard in shards if not step.has_gradient(shard.name)}
+    parameters, gradients, optimizer = stored_bytes(shards, setting, step.matrices.names, without_gradient)
+    preallocated = gradients - (0 if _preallocates_gradients(setting) else _new_gradients(step))
+    walk = _MemoryWalk(step, by_segment)
+    moments = tuple(walk.moments())
+    buffers = buffer_bytes(shards, setting) + max(walk.peak_with_units - walk.peak_activations, 0)
+    top = max(moments, key=lambda moment: moment.peak, default=Moment("", "", 0, 0, 0))
+    base = parameters + optimizer + preallocated
+    end_of_backward = _end_of_backward(shards, setting)
+    return RankMemory(
+        parameters,
+        gradients,
+        optimizer,
+        walk.peak_activations,
+        buffers,
+        base
+        + max(
+            top.peak + buffers,
+            gradients - preallocated + max(buffers, step.matrices.buffer_bytes),
+            end_of_backward,
+        ),
+        f"{top.action} {top.unit}".strip(),
+        moments,
+    )
+
+
+def _preallocates_gradients(setting: Setting) -> bool:
+    """Whether gradients have their memory before the first backward."""
+    return setting.uses_reducer or setting.zero == 3
+
+
+class _MemoryWalk:
+    """Adds up a rank's changes, action by action."""
+
+    def __init__(self, step: RankStep, by_segment: bool):
+        self.step, self.by_segment = step, by_segment
+        self.peak_activations = 0
+        self._curves: dict[tuple[int, str, bool], list[tuple[str, Curve]]] = {}
+        self._completing = "BI" if step.split_trace is None else "BW"  # actions that complete a microbatch's gradients
+        self._gloo = step.setting.transport == "gloo"  # it does not report that a message was sent, so tensors stay
+        self._last_sent_back = 0  # bytes of the gradient that was sent last
+        self._begun: set[int] = set()  # stages that have run a backward
+        self._preallocated = _preallocates_gradients(step.setting)
+        is_split = step.setting.zero == 3 and step.setting.size(step.setting.shard_axis) > 1
+        self._units = GatheredUnits(step.shards, step.setting) if is_split else None
+        self.peak_with_units = 0  # of activations, gathered parameters and full gradients, under ZeRO 3
+        self._peaks_with_units: dict[tuple[int, str], int] = {}
+
+    def moments(self) -> Iterator[Moment]:
+        steps = self.step.steps
+        early = receives_early(steps, AHEAD if self._gloo else 0)
+        activations = everything = 0
+        for index, action in enumerate(steps):
+            moved = sum(self._received(receive) for receive in early.get(index, ()))
+            moved -= self._sent(action) if isinstance(action, Send) else 0
+            activations, everything = activations + moved, everything + moved
+            if not isinstance(action, Action):
+                continue
+            if self._units is not None:
+                self.peak_with_units = max(self.peak_with_units, activations + self._with_units(action, self._units))
+            for unit, curve in self._curves_of(action):
+                self.peak_activations = max(self.peak_activations, activations + curve.peak)
+                after = everything + curve.net_all
+                yield Moment(str(action), unit, everything, everything + curve.peak_all, after)
+                activations, everything = activations + curve.net, after
+            if action.kind in self._completing:
+                freed = self._freed_outputs(action.stage)
+                activations, everything = activations - freed, everything - freed
+
+    def _sent(self, send: Send) -> int:
+        """Bytes freed by a send: the gradient that was sent back before has arrived by now."""
+        if send.direction == "F" or self._gloo:
+            return 0
+        freed, self._last_sent_back = self._last_sent_back, self.step.boundary(send.stage).backward_bytes
+        return freed
+
+    def _freed_outputs(self, stage: int) -> int:
+        """Bytes of the outputs that a stage sent to another rank, which it stores until its own backward."""
+        receiver = stage + 1
+        sent_away = receiver < self.step.schedule.num_stages and receiver not in self.step.local_stages
+        return self.step.boundary(receiver).forward_bytes if sent_away and not self._gloo else 0
+
+    def _curves_of(self, action: Action) -> list[tuple[str, Curve]]:
+        """(unit, curve) of what an action runs; computed once for equal actions."""
+        later = self._units is None and (self._preallocated or action.stage in self._begun)
+        if action.kind in self._completing:
+            self._begun.add(action.stage)
+        key = (action.stage, action.kind, later)
+        if key not in self._curves:
+            segments = self.step.segments(action.stage, later).of(action.kind)
+            curves = [(segment.unit, curve_of(segment)) for segment in segments]
+            if self._units is not None:  # full gradients are counted with the units
+                curves = [(unit, Curve(curve.net, curve.peak, curve.net, curve.peak)) for unit, curve in curves]
+            self._curves[key] = curves if self.by_segment else [_joined(curves)]
+        return self._curves[key]
+
+    def _with_units(self, action: Action, units: GatheredUnits) -> int:
+        """The highest sum in an action, over that before it: full gradients of a unit stay until the unit has run backward."""
+        key = (action.stage, action.kind)
+        if key not in self._peaks_with_units:
+            segments = self.step.segments(action.stage, later=False).of(action.kind)
+            self._peaks_with_units[key] = units.peak(segments, is_backward=action.kind != "F")
+        return self._peaks_with_units[key]
+
+    def _received(self, receive: Receive) -> int:
+        boundary = self.step.boundary(receive.stage + (receive.direction == "B"))
+        return boundary.forward_bytes if receive.direction == "F" else boundary.backward_bytes
+
+
+def stored_bytes(
+    shards: Sequence[ParameterShard],
+    setting: Setting,
+    matrices: Collection[str] = frozenset(),
+    without_gradient: Collection[str] = frozenset(),
+) -> StoredBytes:
+    """Parameters, gradients and optimizer state.
+
+    Stage 3 stores parameters in the weights' dtype where compute is narrower; the others store what they compute with, and
+    step float32 copies where that is narrower.
+
+    Args:
+        matrices: names of parameters that Muon steps as matrices.
+        without_gradient: names of parameters that no backward reaches: an optimizer makes no state for them.
+    """
+    elements = stored_elements(shards, setting.zero, counts_gradients=_preallocates_gradients(setting))
+    codes = [shard for shard in shards if shard.code_bytes]
+    code_bytes = sum(shard.padded_numel(shard.splits.parameter) * shard.code_bytes for shard in codes)
+    values = elements.parameters - sum(shard.padded_numel(shard.splits.parameter) for shard in codes)
+    narrows = setting.zero == 3 and setting.low_precision
+    item = ITEM_BYTES[setting.weights_dtype] if narrows else setting.compute_bytes
+    copies = elements.optimizer * (4 if setting.low_precision and setting.zero < 3 else 0)
+    stepped = [shard for shard in shards if shard.name not in without_gradient]
+    state = 0 if setting.offload_state else _state_bytes(stepped, setting, matrices)
+    return StoredBytes(values * item + code_bytes, elements.gradients * setting.gradient_bytes, copies + state)
+
+
+def _state_bytes(shards: Sequence[ParameterShard], setting: Setting, matrices: Collection[str]) -> int:
+    in_float32 = setting.low_precision or setting.zero == 3
+    stepped_item = max(4, setting.compute_bytes) if in_float32 else setting.compute_bytes
+    state = _optimizer_elements(shards, setting) * (STATE_BYTES[setting.optimizer] * stepped_item // 4)
+    if matrices:
+        of_matrices = _optimizer_elements([shard for shard in shards if shard.name in matrices], setting)
+        state -= of_matrices * (STATE_BYTES[setting.optimizer] - MOMENTUM_BYTES) * stepped_item // 4
+    return state
+
+
+def _optimizer_elements(shards: Sequence[ParameterShard], setting: Setting) -> int:
+    return stored_elements(shards, setting.zero, counts_gradients=False).optimizer
+
+
+def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
+    """Communication buffers.
+
+    ZeRO 2 has flat buckets for two reductions at once. Deferred reductions store full gradients until the step ends. (Those of ZeRO 3
+    depend on the unit that runs.)
+    """
+    if setting.size(setting.shard_axis) == 1:
+        return 0
+    deferred = sum(shard.numel for shard in shards if shard.trained) * setting.gradient_bytes if setting.defer else 0
+    if setting.zero == 2:
+        split = [bucket for bucket in buckets_of(shards, setting) if bucket[0].shape]
+        numels = []
+        for bucket in split:
+            ranks = view_of(bucket[0], setting).ranks
+            copies = 2 * ranks + 1 if setting.transport == "gloo" else ranks + 1  # sent, (received with gloo), summed
+            if ranks > 1:
+                numels.append((sum(shard.padded_numel(ranks) for shard in bucket) + len(bucket)) * copies)
+        return sum(sorted(numels)[-2:]) * setting.gradient_bytes + deferred
+    return deferred if setting.zero == 3 else 0
+
+
+def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting) -> int:
+    """ZeRO 3, when activations are freed: a gathered group, its full gradients, and the buffer of their reduce-scatter."""
+    if setting.zero != 3 or setting.size(setting.shard_axis) == 1:
+        return 0
+    item, groups = 2 * setting.compute_bytes + setting.gradient_bytes, zero_groups(shards).values()
+    return max((gathered_bytes(group, setting, item, times_of_codes=2) for group in groups), default=0)

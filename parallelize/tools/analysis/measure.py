@@ -1,0 +1,81 @@
+"""Steps, memory and time of one setting: used by `explain`, its advice, and `fit`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from parallelize.axes.tensor.experts.scaled_experts import num_choices, scaled_experts_of
+from parallelize.base.mesh import SAMPLE_AXES, MeshSpec
+from parallelize.tools.analysis.cost.machine import Machine
+from parallelize.tools.analysis.cost.memory import RankMemory, memory_of
+from parallelize.tools.analysis.cost.setting import Setting
+from parallelize.tools.analysis.cost.timing import StepTime, stage_time, step_time
+from parallelize.tools.analysis.cost.training_step import RankStep
+from parallelize.tools.analysis.subject import Subject
+
+
+def measure(
+    subject: Subject, setting: Setting, machine: Machine, *, every_layer: bool = False, by_segment: bool = True
+) -> tuple[list[RankStep], list[RankMemory], StepTime]:
+    """Steps and memories of the analyzed pp ranks, and the time of a step. by_segment: as `memory_of` takes it."""
+    steps, memories = measure_memory(subject, setting, every_layer=every_layer, by_segment=by_segment)
+    return steps, memories, measure_time(subject, setting, machine, steps, memories)
+
+
+def measure_memory(
+    subject: Subject, setting: Setting, *, every_layer: bool = False, by_segment: bool = True
+) -> tuple[list[RankStep], list[RankMemory]]:
+    """Steps and memories of the analyzed pp ranks."""
+    schedule = setting.pipeline()
+    steps = [subject.rank_step(setting, schedule, rank, every_layer) for rank in _analyzed_ranks(setting.size("pp"))]
+    return steps, [memory_of(step, by_segment) for step in steps]
+
+
+def measure_time(
+    subject: Subject, setting: Setting, machine: Machine, steps: list[RankStep], memories: list[RankMemory]
+) -> StepTime:
+    """The time of a step whose analyzed ranks are `steps`."""
+    schedule = setting.pipeline()
+    stages = [stage_time(steps[0], stage, machine) for stage in range(schedule.num_stages)]
+    flops = model_flops(subject, setting)
+    return step_time(setting, schedule, machine, stages=stages, steps=steps, memories=memories, model_flops=flops)
+
+
+def model_flops(subject: Subject, setting: Setting) -> float:
+    """Operations for one step's tokens: three times those of the unsharded model's forward matmuls, without recompute, and of
+    experts those that tokens chose.
+
+    Source: PaLM, arXiv:2204.02311, app. B (here causal attention counts half, as fused kernels compute it).
+    """
+    unsharded = replace(
+        setting,
+        mesh=MeshSpec(dp=1),
+        sequence_parallel=False,
+        loss_parallel=False,
+        fuse_loss=False,
+        zero=0,
+        recompute="off",
+        batch=1,
+        num_microbatches=1,
+        ulysses=1,
+        ep=1,
+        etp=1,
+    )
+    step = subject.rank_step(unsharded, unsharded.pipeline(), 0)
+    forward = sum(segment.flops for segment in step.segments(0, later=True).forward)
+    return 3.0 * (forward - _of_unchosen(subject, setting)) * setting.batch * setting.size(*SAMPLE_AXES)
+
+
+def _of_unchosen(subject: Subject, setting: Setting) -> float:
+    """Operations of one sequence's forward on rows of zeros: of experts that a token did not choose, where a stock block calls all."""
+    model, total = subject.model(setting.weights_dtype), 0.0
+    for experts in scaled_experts_of(model):
+        unchosen = 1 - num_choices(model, experts.fqn) / experts.num_experts
+        total += 2.0 * setting.sequence * unchosen * sum(map(prod, experts.shapes.values()))
+    return total
+
+
+def _analyzed_ranks(size: int) -> list[int]:
+    """The first, a middle and the last pp rank."""
+    return sorted({0, size // 2, size - 1})

@@ -1,0 +1,140 @@
+"""Pictures of one layer over `tp`: what each rank has of the inputs, the weights and the outputs of its modules, and what is sent.
+
+Each color is a rank. An activation is tokens (down) by features (across); a weight is drawn as it is stored, dim 0 down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.rows import ModuleRow, ParameterRow
+from parallelize.plan.styles.contract import Conversion
+from parallelize.tools.analysis.show.canvas import box, legend, line, picture, shortened, text_at
+from parallelize.tools.analysis.show.number_format import shape
+from parallelize.tools.analysis.show.stylesheet import STYLE
+
+_ROW, _TILE, _TILE_HEIGHT, _TOP = 84.0, 78.0, 46.0, 64.0
+_NAME, _INPUT, _WEIGHT, _OUTPUT, _WIDTH = 14.0, 300.0, 500.0, 700.0, 800.0
+
+FULL, TOKENS, FEATURES, SUMMANDS = "full on each rank", "tokens sharded", "features sharded", "summands on each rank"
+_AFTER = {
+    Conversion.COPY: FULL,
+    Conversion.REDUCE: FULL,
+    Conversion.SUM_BOTH: FULL,
+    Conversion.GATHER_SEQUENCE: FULL,
+    Conversion.SCATTER_SEQUENCE: TOKENS,
+    Conversion.ENTER_REGION: TOKENS,
+    Conversion.LEAVE_REGION: FULL,
+    Conversion.GATHER_LAST: FULL,
+    Conversion.SPLIT_LAST: FEATURES,
+    Conversion.SPLIT_TOKENS: TOKENS,
+    Conversion.GATHER_TOKENS: FULL,
+    Conversion.VOCABULARY: FEATURES,
+}
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """One module of a layer.
+
+    Attributes:
+        reads, writes: how its input and its output are laid out, each outside of the module.
+        weight: its matrix; None for a module without one.
+    """
+
+    row: ModuleRow
+    reads: str
+    writes: str
+    weight: ParameterRow | None
+
+
+def layer_steps(resolved: ResolvedPlan, layer: str) -> Iterator[LayerStep]:
+    """The modules of a layer that a rule names, in the order of the model."""
+    between = TOKENS if resolved.regions else FULL  # of what blocks hand to each other
+    for fqn, row in resolved.modules.items():
+        if not fqn.startswith(layer + "."):
+            continue
+        traits, contract = row.contract.traits, row.contract
+        is_inside = contract.enter is Conversion.NONE and not traits.by_token and not contract.sends_tokens
+        reads = FEATURES if traits.sums_output else FULL if is_inside else between
+        result = (
+            SUMMANDS if traits.sums_output else FEATURES if traits.splits_output else _AFTER.get(contract.enter, reads)
+        )
+        weights = [p for p in resolved.parameters.values() if p.fqn.rpartition(".")[0] == fqn and len(p.fact.shape) > 1]
+        yield LayerStep(row, reads, _AFTER.get(contract.leave, result), weights[0] if weights else None)
+
+
+def draw_layer(resolved: ResolvedPlan, layer: str, title: str) -> str:
+    """A standalone SVG of one layer.
+
+    Args:
+        resolved: a plan over `tp`.
+        layer: fqn of the layer.
+    """
+    steps = list(layer_steps(resolved, layer))
+    ranks = resolved.tp_size
+    body = [text_at(_NAME, 24, title, style="title", size=15)]
+    heads = ((_INPUT, "input"), (_WEIGHT, "weight"), (_OUTPUT, "output"))
+    body += [text_at(x + _TILE / 2, 50, head, "middle", "quiet") for x, head in heads]
+    for number, step in enumerate(steps):
+        body += _draw_step(step, ranks, _TOP + number * _ROW, len(layer) + 1)
+    entries = [(f"c{rank % 8}", f"rank {rank}") for rank in range(ranks)] + [("c6 pale3", FULL)]
+    body.append(text_at(_WIDTH - 14, 24, "sent in forward, (in backward)", "end", "quiet", 11))
+    keys, bottom = legend(entries, _NAME, _WIDTH, _TOP + len(steps) * _ROW + 4)
+    return _standalone(picture(title, _WIDTH, bottom + 8, [*body, *keys]))
+
+
+def _draw_step(step: LayerStep, ranks: int, top: float, prefix: int) -> list[str]:
+    contract, middle = step.row.contract, top + _TILE_HEIGHT / 2
+    body = [text_at(_NAME, middle - 2, shortened(step.row.fqn[prefix:], 210), style="title", size=13)]
+    body.append(text_at(_NAME, middle + 14, contract.style, style="quiet", size=11))
+    body += _activation(step.reads, _INPUT, top, ranks)
+    body += _arrow(_INPUT + _TILE, _WEIGHT if step.weight is not None else _OUTPUT, middle, contract.enter)
+    if step.weight is not None:
+        body += _bands(step.weight.layout.dim, _WEIGHT, top, ranks)
+        body.append(
+            text_at(_WEIGHT + _TILE / 2, top + _TILE_HEIGHT + 13, shape(step.weight.fact.shape), "middle", "quiet", 10)
+        )
+        body += _arrow(_WEIGHT + _TILE, _OUTPUT, middle, contract.leave)
+    return [*body, *_activation(step.writes, _OUTPUT, top, ranks)]
+
+
+def _activation(kind: str, left: float, top: float, ranks: int) -> list[str]:
+    dim = {TOKENS: 0, FEATURES: 1}.get(kind)
+    return [
+        *_bands(dim, left, top, ranks),
+        text_at(left + _TILE / 2, top + _TILE_HEIGHT + 13, kind, "middle", "quiet", 10),
+    ]
+
+
+def _bands(dim: int | None, left: float, top: float, ranks: int) -> list[str]:
+    """A matrix whose dim is divided over the ranks; in one color if each has all of it."""
+    body = [] if dim is not None else [box(left, top, _TILE, _TILE_HEIGHT, "c6 pale3")]
+    for rank in range(ranks if dim is not None else 0):
+        fill = f"c{rank % 8}"
+        if dim == 0:
+            body.append(box(left, top + rank * _TILE_HEIGHT / ranks, _TILE, _TILE_HEIGHT / ranks, fill))
+        else:
+            body.append(box(left + rank * _TILE / ranks, top, _TILE / ranks, _TILE_HEIGHT, fill))
+    return [*body, box(left, top, _TILE, _TILE_HEIGHT, "outline")]
+
+
+def _arrow(start: float, stop: float, y: float, conversion: Conversion) -> list[str]:
+    """From one tile to the next, with what is sent in forward above it, and in backward below."""
+    middle = (start + stop) / 2
+    body = [line((start + 6, y), (stop - 8, y), "edge"), line((stop - 13, y - 4), (stop - 8, y), "edge")]
+    body.append(line((stop - 13, y + 4), (stop - 8, y), "edge"))
+    if conversion.forward:
+        body.append(text_at(middle, y - 7, conversion.forward.replace("_", "-"), "middle", "warn", 11))
+    if conversion.backward:
+        body.append(text_at(middle, y + 17, f"({conversion.backward.replace('_', '-')})", "middle", "quiet", 11))
+    return body
+
+
+def _standalone(svg: str) -> str:
+    """An SVG with the styles of the page, which a file of its own needs."""
+    head, _, rest = svg.partition(">")
+    background = '<rect width="100%" height="100%" class="empty"/>'
+    return f'{head} xmlns="http://www.w3.org/2000/svg">\n<style>{STYLE}</style>\n{background}{rest}\n'

@@ -1,0 +1,359 @@
+"""`derive_plan`: a plan for a model that nobody wrote one for, from its own forward, proven equal before it is handed over."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.base.errors import MeshError, ModelError, Problem
+from parallelize.plan.dims.classes import Choice, Classes
+from parallelize.plan.dims.record import Record
+from parallelize.plan.dims.trace import record_forward
+from parallelize.plan.models.example_inputs import inputs_of
+from parallelize.plan.models.model_source import ModelSource, source_of
+from parallelize.plan.pattern import generic
+from parallelize.plan.plan_file import parse_plan
+from parallelize.plan.schema import ALLOWED, Plan
+from parallelize.tools.derivation.counted_fields import counted_fields
+from parallelize.tools.derivation.draft import Draft, Drafting
+from parallelize.tools.derivation.gathered_linears import (
+    ENOUGH,
+    STYLE,
+    gathered_linears,
+    is_sharded,
+    layer_share,
+    without_alike,
+)
+from parallelize.tools.derivation.left_whole import with_advice
+from parallelize.tools.derivation.other_matrices import other_matrices
+from parallelize.tools.derivation.parameter_rules import leaves_something, names_of
+from parallelize.tools.derivation.plan_text import Heading, Sections, plan_text
+from parallelize.tools.derivation.proof import Proof, provable, prove, prove_in_evaluation
+from parallelize.tools.derivation.region_search import ProposedRegion, find_regions
+from parallelize.tools.derivation.small_model import check_subject, explained, small_model
+
+log = logging.getLogger("parallelize")
+
+_LOGITS = ("vocabulary", "full", "")
+"""How a head returns its logits, the best first; empty: head and table are left whole."""
+
+MAX_ROUNDS = 6
+"""How often a draft is made, each without what the proof of the one before it named."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A derived plan.
+
+    Attributes:
+        plan: as `parallelize_module` takes it. text: its file.
+        whole: why linears, and other matrices of layers, are not sharded, by name.
+        share: of the elements of parameters, those that are sharded.
+        proof: what was compared; None: nothing, because the caller said so.
+        model: the model that was recorded, small where it was made from a config.
+    """
+
+    plan: Plan
+    text: str
+    whole: Mapping[str, str]
+    share: float
+    proof: Proof | None
+    model: nn.Module
+
+
+def derive_plan(
+    model: Any,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    tp: int = 2,
+    verified: bool = True,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Derived:
+    """Derive a plan from one recorded forward of the model, and prove it on ranks in this process.
+
+    Args:
+        model: a config or its folder, a model type of `transformers`, a published size, `package.module:function`, a module, or a
+            function that returns one. A config is scaled down and keeps its structure; other models are run as they are.
+        example_inputs: keyword arguments of the forward, or positional ones. None: by the model's main input.
+        overrides: fields of the config, or keyword arguments of the function.
+        tp: the number of ranks of the proof, at least 2.
+        verified: whether the plan is proven. False says so in the file.
+        tell: called with a line of text before each step.
+
+    Returns: the plan with its file. Linears that cannot be proven are left whole, with the reason.
+    Raises: ModelError `unknown-inputs`, `untraceable-model`, `too-large-to-run`, `nothing-to-shard`, and, of the unsharded model,
+        `reference-failed`, `not-finite`, `not-deterministic`; MeshError `bad-mesh`; what reading the model raises.
+    Cost: a forward, and a few training steps of the scaled model on the CPU. Random numbers are those of a seed of its own, so that
+        all ranks of a job derive the same plan, and the caller's generator is left alone.
+    """
+    if tp < 2:
+        raise MeshError(
+            Problem("bad-mesh", f"nothing is split over tp={tp}, so that nothing can be proven", fix="tp=2")
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        source, subject = small_model(source_of(model, overrides), tp)
+        check_subject(subject)
+        inputs = inputs_of(source, subject) if example_inputs is None else example_inputs
+        with explained(subject, inputs):
+            source = provable(source, subject, inputs)
+            tell("recording one forward")
+            record = record_forward(subject, inputs)
+        return _Derivation(source, subject, record, tp, tell).run(verified)
+
+
+class _Derivation:
+    """Drafts plans from one record, until one is proven.
+
+    Attributes:
+        banned: linears that are left whole, because a proof failed with them sharded.
+        allow: a check of source text that is turned off, because the forward does not reach what it refuses.
+        failures: what proofs that failed said.
+    """
+
+    def __init__(self, source: ModelSource, model: nn.Module, record: Record, tp: int, tell: Callable[[str], None]):
+        self.source, self.model, self.tp, self.tell = source, model, tp, tell
+        self.record, self.classes = record, Classes(record, model)
+        self.fields = counted_fields(model)
+        self.banned: set[str] = set()
+        self.allow = ""
+        self.failures: list[str] = []
+
+    def run(self, verified: bool) -> Derived:
+        if not verified:
+            return self._unproven()
+        for _ in range(MAX_ROUNDS):
+            draft = self._draft(_LOGITS[0])
+            if not _share(self.model, draft):
+                break
+            proof = self._prove_both(draft)
+            if proof.ok:
+                return self._finished(draft, proof)
+            if ALLOWED[0] in proof.slugs and not self.allow:
+                self.allow = ALLOWED[0]
+                continue
+            without = self._draft("")
+            inner = self._prove_both(without) if _share(self.model, without) else None
+            if inner is None or inner.ok:  # so that the vocabulary's shards were wrong
+                derived = self._with_full_logits(without, inner)
+                if derived is not None:
+                    return derived
+                break
+            self._ban(inner)
+        self.choice = self.classes.choose(without=self.banned)
+        alone = self._with_gathered(Draft(whole={whole.module: whole.reason for whole in self.choice.whole}))
+        if alone is None:
+            raise self._nothing()
+        return alone
+
+    def _finished(self, draft: Draft, proof: Proof) -> Derived:
+        """The proven draft with regions, or, where its pairs shard little of the layers, with gathered linears."""
+        if self._shards_enough(draft):
+            return self._derived(*self._with_region(draft, proof))
+        return self._with_gathered(draft) or self._derived(*self._with_region(draft, proof))
+
+    def _shards_enough(self, draft: Draft) -> bool:
+        return layer_share(self.model, draft.styles) >= ENOUGH
+
+    def _with_gathered(self, draft: Draft) -> Derived | None:
+        """The draft with gathered linears, in regions if enough is sharded there too; None: no such draft is proven."""
+        gathered = gathered_linears(self.classes, self.model, draft.styles, self.choice.partial)
+        for _ in range(MAX_ROUNDS):
+            if not gathered:
+                break
+            wider = self._restyled(draft, gathered)
+            proof = self._prove(wider)
+            if proof.ok:
+                in_regions = self._with_region(wider, proof)
+                return self._derived(*(in_regions if self._shards_enough(in_regions[0]) else (wider, proof)))
+            fewer = without_alike(gathered, proof.module)
+            gathered = fewer if fewer != gathered else {}
+        return None
+
+    def _unproven(self) -> Derived:
+        draft = self._draft(_LOGITS[0])
+        if not self._shards_enough(draft):
+            gathered = gathered_linears(self.classes, self.model, draft.styles, self.choice.partial)
+            draft = self._restyled(draft, gathered)
+        if not draft.styles:
+            raise self._nothing()
+        return self._derived(draft, None)
+
+    def _with_full_logits(self, without: Draft, inner: Proof | None) -> Derived | None:
+        """The draft whose head returns full logits, or else the one without the vocabulary; None: neither is proven."""
+        draft = self._draft("full")
+        proof = self._prove(draft)
+        if proof.ok:
+            return self._finished(draft, proof)
+        return None if inner is None else self._finished(without, inner)
+
+    def _with_region(self, draft: Draft, proof: Proof) -> tuple[Draft, Proof]:
+        """The draft with its sequence-parallel regions, or with the last of them alone, if that is proven too."""
+        pairs = {name: style for name, style in draft.styles.items() if name not in draft.gathered}
+        regions = find_regions(self.record, self.model, pairs)
+        for chosen in [regions, *([regions[-1:]] if len(regions) > 1 else [])] if regions else []:
+            wider = self._widened(draft, chosen)
+            again = self._prove(wider)
+            if again.ok:
+                return wider, again
+        return draft, proof
+
+    def _widened(self, draft: Draft, regions: list[ProposedRegion]) -> Draft:
+        styles = {name: style for region in regions for name, style in region.styles.items()}
+        return replace(self._restyled(draft, styles), regions=[region.section for region in regions])
+
+    def _restyled(self, draft: Draft, styles: Mapping[str, str]) -> Draft:
+        """The draft with these styles too. Of linears of no pair, it knows which are gathered now, and which are whole."""
+        alone = {**draft.whole, **draft.gathered}
+        styles = {**draft.styles, **styles}
+        gathered = {name: reason for name, reason in alone.items() if styles.get(name) == STYLE}
+        whole = {name: reason for name, reason in alone.items() if name not in gathered}
+        wider = replace(draft, styles=styles, gathered=gathered, whole=whole)
+        wider.default = "replicate" if leaves_something(self.model, styles) else ""
+        return wider
+
+    def _draft(self, logits: str) -> Draft:
+        self.choice = self.classes.choose(without=self.banned)
+        return Drafting(self.model, self.classes, self.choice, self.fields, logits, self.banned, self.tp).run()
+
+    def _prove_both(self, draft: Draft) -> Proof:
+        """Also in evaluation, where a forward may read other attributes that become local. What is added to a draft makes none local."""
+        proof = self._prove(draft)
+        again = prove_in_evaluation(self.source, self._plan_of(draft), self.tp) if proof.ok and draft.local else None
+        if again is None or again.ok:
+            return proof
+        self._note(again)
+        return again
+
+    def _prove(self, draft: Draft) -> Proof:
+        self.tell(f"proving it on {self.tp} ranks: {len(draft.styles)} modules are sharded")
+        proof = prove(self.source, self._plan_of(draft), self.tp)
+        if not proof.ok:
+            self._note(proof)
+        return proof
+
+    def _note(self, proof: Proof) -> None:
+        log.debug("not proven: %s", proof)
+        self.failures.append(str(proof))
+
+    def _plan_of(self, draft: Draft) -> Plan:
+        return self._plan(_text(self.source, self.model, draft, None, self.allow))
+
+    def _plan(self, text: str) -> Plan:
+        return parse_plan(text, "derived plan", name=_name(self.source, self.model))
+
+    def _derived(self, draft: Draft, proof: Proof | None) -> Derived:
+        whole = {**draft.whole, **other_matrices(self.classes, self.model, draft.styles)}
+        draft = replace(draft, whole=with_advice(self.model, whole))
+        text = _text(self.source, self.model, draft, str(proof or "not proven (--no-verify)"), self.allow)
+        return Derived(self._plan(text), text, draft.whole, _share(self.model, draft), proof, self.model)
+
+    def _nothing(self) -> ModelError:
+        reasons: dict[str, str] = {}
+        for module, reason in with_advice(self.model, {each.module: each.reason for each in self.choice.whole}).items():
+            reasons.setdefault(reason, module)
+        for module, reason in other_matrices(self.classes, self.model, {}).items():
+            reasons.setdefault(reason, module)
+        rows = tuple((module, reason) for reason, module in list(reasons.items())[:8])
+        what = f"no linear of {self.source.text} can be sharded"
+        fix = "data parallelism, or a plan of your own"
+        common = _in_each(self.failures)
+        if common:  # what is sharded makes no difference to it
+            what, rows = f"no plan of {self.source.text} is proven, whatever it shards", (("proof", common), *rows)
+            fix = "mend what the proof says, or data parallelism"
+        return ModelError(Problem("nothing-to-shard", what, rows=rows, fix=fix))
+
+    def _ban(self, proof: Proof) -> None:
+        """Leave whole what a failed proof names, or else the largest of what is sharded."""
+        styles = self._draft("").styles
+        others = {name for name, style in styles.items() if style.startswith(("experts", "multihead"))}
+        suspects = _suspects(proof, self.choice)
+        if not suspects and others:
+            suspects = others
+        elif not suspects and self.choice.candidates:
+            suspects = self.choice.candidates[0].linears
+        self.banned |= suspects
+
+
+def _in_each(texts: list[str]) -> str:
+    """The line that says what was raised, where that of several failures is one and the same; empty: they differ."""
+    raised = [re.search(r"^ +what +(\w+: .*)$", text, re.MULTILINE) for text in texts]
+    whats = {match[1] for match in raised if match}
+    return whats.pop() if len(texts) > 1 and all(raised) and len(whats) == 1 else ""
+
+
+def _name(source: ModelSource, model: nn.Module) -> str:
+    return str(getattr(source.config, "model_type", "") or type(model).__name__)
+
+
+def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None, allow: str = "") -> str:
+    share = f"{_share(model, draft):.0%} of the parameters of this (small) model are sharded"
+    about = (f"derived from one forward of {type(model).__name__}; {share}", *((proof,) if proof else ()))
+    model_type = str(getattr(source.config, "model_type", ""))
+    prefix = getattr(model, "base_model_prefix", "")
+    base = (
+        prefix
+        if prefix and any(name.startswith(prefix + ".") for name in draft.styles) and hasattr(model, prefix)
+        else ""
+    )
+    below = [name for name in draft.sizes if name.startswith("kv_heads") or name in draft.below]
+    sections = Sections(
+        draft.styles,
+        draft.sizes,
+        below,
+        draft.local,
+        draft.whole,
+        regions=draft.regions,
+        allow=allow,
+        default=draft.default,
+        gathered=draft.gathered,
+    )
+    return plan_text(
+        Heading(about, model_type, "" if model_type else type(model).__name__, base), sections, names_of(model)
+    )
+
+
+def _share(model: nn.Module, draft: Draft) -> float:
+    elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sharded = sum(size for name, size in elements.items() if is_sharded(name, draft.styles))
+    return sharded / max(1, sum(elements.values()))
+
+
+def _suspects(proof: Proof, choice: Choice) -> set[str]:
+    """The linears of the block that a failed proof names, in every layer alike; of a text that names several, of the first that has some."""
+    linears = {name for candidate in choice.candidates for name in candidate.linears}
+    if proof.module:
+        return _linears_near(generic(proof.module), linears)
+    # a word may be a module's name too
+    for name in sorted(_NAME.findall(proof.text), key=lambda name: "." not in name):
+        within = "*" if "*" in generic(name) else ""  # the layer: what is named in the model is not all of the model
+        if suspects := _linears_near(generic(name), linears, within, widest=bool(within)):
+            return suspects
+    return set()
+
+
+_NAME = re.compile(r"[\w*]+(?:\.[\w*]+)*")
+"""A name of a module or parameter in a text, or what looks like one."""
+
+
+def _linears_near(block: str, linears: set[str], within: str = "", widest: bool = True) -> set[str]:
+    """The linears in a block, or else in the innermost block around it that has some.
+
+    Args:
+        within: a segment that a block around it must have. widest: whether blocks around it count.
+    """
+    for depth in range(block.count(".") + 1 if widest else 1):
+        prefix = block.rsplit(".", depth)[0] if depth else block
+        if within not in prefix:
+            break
+        suspects = {name for name in linears if f"{generic(name)}.".startswith(f"{prefix}.")}
+        if suspects:
+            return suspects
+    return set()

@@ -1,0 +1,135 @@
+"""A derived plan as a file that a person would write.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from parallelize.plan.pattern import generic, readable
+from parallelize.plan.schema import SCHEMA_VERSION
+from parallelize.plan.yaml_nodes import as_scalar
+from parallelize.tools.derivation.patterns import nested, pattern_rules
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What a file says of itself.
+
+    Attributes:
+        about: lines of comments at the top.
+        model_type, class_name: what the plan serves; one of them is empty.
+        base: the name of the base model inside the model; empty: none.
+    """
+
+    about: tuple[str, ...]
+    model_type: str = ""
+    class_name: str = ""
+    base: str = ""
+
+
+@dataclass(frozen=True)
+class Sections:
+    """The content of a plan file, by names of modules. `whole`: why linears are not sharded. `gathered`: or not in a pair."""
+
+    styles: Mapping[str, str]
+    sizes: Mapping[str, str | int]
+    replicated_below_tp: Sequence[str]
+    local: Mapping[str, Mapping[str, str]]
+    whole: Mapping[str, str]
+    regions: Sequence[Mapping[str, str]] = ()
+    allow: str = ""
+    default: str = "replicate"
+    gathered: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan_text(heading: Heading, sections: Sections, names: Sequence[str]) -> str:
+    """The file. `names`: of all modules and parameters, in the model's order."""
+    lines = [f"# {line}" for line in heading.about]
+    lines.append(f"schema_version: {SCHEMA_VERSION}")
+    if heading.model_type:
+        lines.append(f"model_type: {as_scalar(heading.model_type)}")
+    elif heading.class_name:
+        lines.append(f"classes: {as_scalar(heading.class_name)}")
+    if heading.base:
+        lines.append(f"base: {as_scalar(heading.base)}")
+    if sections.sizes:
+        lines.append("sizes:")
+        lines += [f"  {as_scalar(name)}: {_size(name, sections)}" for name in sections.sizes]
+    regions = [_mapping(region) for region in sections.regions]
+    if len(regions) > 1:
+        lines += ["sequence_parallel:", *(f"  - {region}" for region in regions)]
+    else:
+        lines += [f"sequence_parallel: {region}" for region in regions]
+    lines.append("tensor_parallel:")
+    lines += _rules(sections, names)
+    lines += _local(sections, names)
+    lines += (
+        [f"allow: {sections.allow}  # such a line is not reached, or what it reads was proven"]
+        if sections.allow
+        else []
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _size(name: str, sections: Sections) -> str:
+    source, is_shared = sections.sizes[name], name in sections.replicated_below_tp
+    text = as_scalar(source, inside_braces=is_shared) if isinstance(source, str) else str(source)
+    return f"{{from: {text}, below_tp: replicate}}" if is_shared else text
+
+
+def _mapping(texts: Mapping[str, str]) -> str:
+    """Texts by name, in braces."""
+    pairs = ((as_scalar(key, inside_braces=True), as_scalar(text, inside_braces=True)) for key, text in texts.items())
+    return "{" + ", ".join(f"{key}: {text}" for key, text in pairs) + "}"
+
+
+def _rules(sections: Sections, names: Sequence[str]) -> list[str]:
+    lines: list[str] = []
+    for pattern, style in nested(pattern_rules(_readable(sections.styles), map(readable, names))).items():
+        if isinstance(style, str):
+            lines.append(f"  {as_scalar(pattern)}: {style}")
+        else:
+            lines.append(f"  {as_scalar(pattern)}:")
+            lines += [f"    {as_scalar(inner)}: {text}" for inner, text in style.items()]
+    for word, reasons in (("gathered", sections.gathered), ("whole", sections.whole)):
+        lines += [f"  # {word}: {', '.join(patterns)}: {reason}" for reason, patterns in _reasons(reasons).items()]
+    if sections.default:
+        lines.append(f'  "**": {sections.default}')
+    return lines
+
+
+def _readable(texts: Mapping[str, str]) -> dict[str, str]:
+    return {readable(name): text for name, text in texts.items()}
+
+
+def _reasons(whole: Mapping[str, str]) -> dict[str, list[str]]:
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for name, reason in whole.items():
+        pattern = generic(readable(name))
+        text = " ".join(generic(word) if "." in word else word for word in reason.split())
+        if pattern not in reasons[text]:
+            reasons[text].append(pattern)
+    return reasons
+
+
+def _local(sections: Sections, names: Sequence[str]) -> list[str]:
+    """Attributes that become local, and arguments whose width does, which are `NAME.shape` among them."""
+    attributes, inputs = {}, {}
+    for module, sizes in sections.local.items():
+        widths = {name.removesuffix(_SHAPE): f"width({size})" for name, size in sizes.items() if name.endswith(_SHAPE)}
+        attributes[module] = {name: size for name, size in sizes.items() if not name.endswith(_SHAPE)}
+        inputs[module] = widths
+    return [*_section("local", attributes, names), *_section("local_inputs", inputs, names)]
+
+
+_SHAPE = ".shape"
+
+
+def _section(title: str, of_modules: Mapping[str, Mapping[str, str]], names: Sequence[str]) -> list[str]:
+    texts = {module: _mapping(dict(sorted(sizes.items()))) for module, sizes in of_modules.items() if sizes}
+    rules = pattern_rules(_readable(texts), map(readable, names))
+    return [f"{title}:", *(f"  {as_scalar(pattern)}: {text}" for pattern, text in rules.items())] if rules else []

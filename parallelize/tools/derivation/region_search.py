@@ -1,0 +1,136 @@
+"""Where activations may be sequence shards: the layers that a model calls one after another on hidden states.
+
+What is found here is a proposal. Whether an operation inside needs all tokens is settled by the proof, which runs the sequence-parallel
+modes of the plan with lengths that the ranks do not divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from parallelize.plan.dims.classes import is_convolution
+from parallelize.plan.dims.record import HiddenCall, Record
+from parallelize.tools.derivation.shared_inputs import partial_inside, with_argument
+
+
+@dataclass(frozen=True)
+class ProposedRegion:
+    """A sequence-parallel region, with the styles that it needs.
+
+    Attributes:
+        layers: the name of the list. leave: the module after which activations are full again.
+        styles: of the blocks that gather their input, of the modules that work on each token, and of the column linears whose input
+            has another length: what an encoder returned, which is full.
+    """
+
+    layers: str
+    leave: str
+    styles: Mapping[str, str]
+
+    @property
+    def section(self) -> dict[str, str]:
+        return {"layers": self.layers, **({"leave": self.leave} if self.leave else {})}
+
+
+def find_regions(record: Record, model: nn.Module, styles: Mapping[str, str]) -> list[ProposedRegion]:
+    """The regions of a draft, in the order of the forward: one, or those of an encoder and a decoder, or of towers.
+
+    styles: by name, of what is sharded.
+    """
+    calls = {call.module: call for call in record.calls}
+    modules = dict(model.named_modules())
+    names = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.ModuleList)
+        and _is_chain(name, module, calls)
+        and not any(f"{name}.{index}" in styles for index in range(len(module)))  # a linear converts its own input
+    ]
+    order = {name: index for index, name in enumerate(calls)}
+    outer = sorted(_outermost(names), key=lambda name: order[f"{name}.0"])
+    return [_proposed(name, record, modules, calls, styles) for name in outer]
+
+
+def _outermost(lists: list[str]) -> list[str]:
+    """The lists that are not inside of another one: a layer of T5 is a list of its parts, which are a chain as well."""
+    return [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+
+
+def _proposed(
+    layers: str,
+    record: Record,
+    modules: Mapping[str, nn.Module],
+    calls: Mapping[str, HiddenCall],
+    styles: Mapping[str, str],
+) -> ProposedRegion:
+    leave = _after(layers, modules, calls)
+    own = {name: style for name, style in styles.items() if name.startswith(layers + ".")}
+    flat = {name for name in own if isinstance(modules.get(name), nn.Linear) and name not in calls}
+    length = calls[f"{layers}.0"].shape[1]
+    full = {
+        name
+        for name in own
+        if name in calls and calls[name].shape[1] != length and not is_convolution(modules.get(name))
+    }
+    blocks = _gathering_blocks(layers, {name: style for name, style in own.items() if name not in flat | full}, calls)
+    inside = {name for name in modules if name.startswith(layers + ".")} | ({leave} if leave else set())
+    by_token = {
+        name: "sequence"
+        for name in inside
+        if next(modules[name].parameters(recurse=False), None) is not None
+        and name not in styles
+        and not any(name == block or name.startswith(block + ".") for block in blocks)
+    }
+    other = {name: _of_tokens(styles[name]) for name in flat}
+    for block in blocks:
+        other |= partial_inside(record, block, modules, styles)
+    other |= {name: _with(styles[name], "input=full") for name in full if styles[name].startswith("colwise")}
+    return ProposedRegion(layers, leave, {**blocks, **by_token, **other})
+
+
+def _is_chain(name: str, module: nn.ModuleList, calls: Mapping[str, HiddenCall]) -> bool:
+    """Whether each of the modules is called on the shape that the one before it returned."""
+    chain = [calls.get(f"{name}.{index}") for index in range(len(module))]
+    if len(chain) < 2 or any(call is None or call.out != call.shape for call in chain):
+        return False
+    return len({call.shape for call in chain if call is not None}) == 1
+
+
+def _after(layers: str, modules: Mapping[str, nn.Module], calls: Mapping[str, HiddenCall]) -> str:
+    """The module with parameters that is called on the last layer's result, if it keeps the shape: the final norm."""
+    last = calls[f"{layers}.{len(modules[layers]) - 1}"]  # type: ignore[arg-type]
+    for name, call in calls.items():
+        follows = call.source == last.result and call.out == call.shape and not name.startswith(layers + ".")
+        parameters = list(modules[name].parameters())
+        if follows and parameters and all(parameter.ndim == 1 for parameter in parameters):
+            return name
+    return ""
+
+
+def _of_tokens(style: str) -> str:
+    """The style of a linear that is called on [tokens, width]."""
+    return _with(style, f"{'input' if style.startswith('colwise') else 'output'}=tokens")
+
+
+def _with(style: str, option: str) -> str:
+    """The style with one more option."""
+    word, _, options = style.partition("(")
+    return f"{word}({options.rstrip(')')}{', ' if options else ''}{option})"
+
+
+def _gathering_blocks(layers: str, styles: Mapping[str, str], calls: Mapping[str, HiddenCall]) -> dict[str, str]:
+    """`gather` for the modules in a layer that contain column linears and are called on hidden states."""
+    blocks = {name: style for name, style in styles.items() if style.startswith(("scan", "gather"))}
+    for name, style in styles.items():
+        if not style.startswith("colwise"):
+            continue
+        parent = name.rpartition(".")[0]
+        while parent not in calls and parent.count(".") > layers.count(".") + 1:
+            parent = parent.rpartition(".")[0]
+        if parent.count(".") <= layers.count(".") + 1:  # a column linear of the layer itself gathers its own input
+            continue
+        blocks.setdefault(parent, with_argument("gather", calls[parent]))
+    return {name: style for name, style in blocks.items() if not any(name.startswith(f"{outer}.") for outer in blocks)}

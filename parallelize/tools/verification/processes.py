@@ -1,0 +1,163 @@
+"""Processes that are started and ended here, one for each rank, over gloo. They have one deadline, and print no traceback."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing import connection, resource_tracker
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallelize.base.errors import HandshakeError, ParallelizeError, Problem
+from parallelize.base.torch_private import torch_groups as private_groups
+from parallelize.tools.verification.configuration import Request
+from parallelize.tools.verification.runner import ProgressCallback, RunResult, on_this_rank
+from parallelize.tools.verification.user_errors import location_of, summary
+
+_LOOPBACK = "127.0.0.1"
+_START_S = 60.0  # for every process to load Python and torch, in addition to the timeout
+_GRACE_S = 5.0  # for the others to respond after one process has failed
+
+
+def on_gloo(request: Request, tell: ProgressCallback) -> RunResult:
+    """Run every rank in a process of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    # of this process, which binds it before the ranks start: a free port that is handed on may be taken by a connection meanwhile
+    store = _loopback_store()
+    workers: list[tuple[Any, Any]] = []
+    tell(f"starting {request.mesh.world_size} processes")
+    try:
+        with _sigint_blocked():
+            for rank in range(request.mesh.world_size):
+                parent_end, child_end = spawn.Pipe()
+                process = spawn.Process(target=_serve, args=(request, rank, store.port, child_end), daemon=True)
+                process.start()
+                child_end.close()
+                workers.append((process, parent_end))
+        return _Answers(workers, request.timeout_s, tell).result()
+    finally:
+        for _, pipe in workers:
+            pipe.close()
+        deadline = time.monotonic() + 1.0
+        for process, _ in workers:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _loopback_store() -> Any:
+    """A store that only this machine reaches. TCPStore alone would listen on every interface."""
+    listening = socket.create_server((_LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Processes that are started inside never receive SIGINT. This process receives it and ends them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # starting it later, with the first process, would unblock the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+class _Answers:
+    """What the processes send: progress ("at"), and at the end a result ("ok"), a "mistake", or why the rank was "lost"."""
+
+    def __init__(self, workers: list[tuple[Any, Any]], timeout_s: float, tell: ProgressCallback):
+        self.processes = [process for process, _ in workers]
+        self.pipes = [pipe for _, pipe in workers]
+        self.timeout_s, self.tell = timeout_s, tell
+        self.last: dict[int, tuple[str, Any]] = {}  # the last message of each rank that has ended
+        self.deadline = time.monotonic() + _START_S + timeout_s
+
+    def result(self) -> RunResult:
+        """Rank 0's result. Raises: ParallelizeError: that of a rank, else `ranks-lost`, `ranks-timed-out`."""
+        while len(self.last) < len(self.pipes):
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in self.last]
+            ready = connection.wait(waiting, max(0.0, self.deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                self._receive(self.pipes.index(pipe))
+        self._raise_failures()
+        return self.last[0][1]
+
+    def _receive(self, rank: int) -> None:
+        try:
+            kind, value = self.pipes[rank].recv()
+        except (EOFError, OSError):
+            self.processes[rank].join(1.0)
+            kind, value = "lost", f"rank {rank} ended with exit code {self.processes[rank].exitcode}"
+        if kind == "at":
+            if not self.last:
+                self.deadline = time.monotonic() + self.timeout_s
+            if value and rank == 0:
+                self.tell(value)
+            return
+        self.last[rank] = kind, value
+        if kind != "ok":
+            self.deadline = min(self.deadline, time.monotonic() + _GRACE_S)
+
+    def _raise_failures(self) -> None:
+        mistakes = [value for kind, value in self.last.values() if kind == "mistake"]
+        if mistakes:
+            raise min(mistakes, key=lambda error: "ranks-missing" in error.slugs)
+        lost = [value for kind, value in self.last.values() if kind == "lost"]
+        if lost:
+            fix = "run with --backend threads to see what fails"
+            raise HandshakeError(Problem("ranks-lost", lost[0], fix=fix))
+        missing = [rank for rank in range(len(self.pipes)) if rank not in self.last]
+        if missing:
+            what = f"ranks {missing} did not answer in {self.timeout_s:g} s"
+            fix = "look for an endless loop in the model, or set a longer timeout"
+            raise HandshakeError(Problem("ranks-timed-out", what, fix=fix))
+
+
+def _serve(request: Request, rank: int, port: int, pipe: Any) -> None:
+    """Run one rank, send its result, and exit without tearing anything down."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    _send(pipe, "at", "")
+    try:
+        size, timeout = request.mesh.world_size, timedelta(seconds=request.timeout_s)
+        address = dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=timeout)
+        dist.init_process_group("gloo", store=address, rank=rank, world_size=size, timeout=timeout)
+        default: Any = private_groups.default_store()
+        store = dist.PrefixStore("verify", default)
+        with torch.enable_grad():
+            _send(pipe, "ok", on_this_rank(request, "cpu", store, lambda text: _send(pipe, "at", text)))
+    except ParallelizeError as error:
+        _send(pipe, "mistake", error)
+    except BaseException as error:
+        location = location_of(error)
+        _send(pipe, "lost", f"rank {rank}: {summary(error)}" + (f" ({location})" if location else ""))
+    with suppress(OSError):
+        # until the parent has all results: the others may not have taken the last messages of this rank
+        pipe.poll(30.0)
+    os._exit(0)
+
+
+def _send(pipe: Any, kind: str, value: Any) -> None:
+    """Send a message, or exit if the parent no longer receives."""
+    try:
+        pipe.send((kind, value))
+    except OSError:
+        os._exit(0)

@@ -1,0 +1,466 @@
+"""The costly decisions: local leaves behind DTensor parameters survive what users do to models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from parallelize import (
+    ModelError,
+    accumulate_gradients,
+    build_mesh,
+    clip_grad_norm_,
+    full_gradients,
+    full_parameter,
+    local_optimizer,
+    parallelize_module,
+    shard_info,
+)
+from parallelize.plan.plan_file import parse_plan
+from tests.support.models import tiny_batch, tiny_model
+from tests.support.parity import loss_of, worst
+from tests.support.threads import run_ranks
+
+BOTH = {"sequence_parallel": True, "loss_parallel": True}
+
+
+def pair(family: str = "qwen3", **overrides):
+    model = tiny_model(family, torch.float64, **overrides)
+    return model, [copy.deepcopy(model) for _ in range(2)]
+
+
+def step(model: nn.Module, seed: int = 1, length: int = 9) -> torch.Tensor:
+    ids, labels = tiny_batch(seed=seed, length=length)
+    loss = loss_of(model(input_ids=ids).logits, labels)
+    loss.backward()
+    return loss.detach()
+
+
+def grads(model: nn.Module) -> dict:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_are_finished_dtensors_right_after_backward():
+    model, models = pair(num_key_value_heads=1)
+    step(model)
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
+        step(models[rank])
+        for name, parameter in models[rank].named_parameters():
+            assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+            assert parameter.grad.placements == parameter.placements, name
+        return full_gradients(models[rank])
+
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
+
+
+def test_accumulation_runs_pending_reductions_once():
+    model, models = pair(num_key_value_heads=1)
+    for seed in range(3):
+        step(model, seed)
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
+        with accumulate_gradients(models[rank]):
+            for seed in range(3):
+                step(models[rank], seed)
+        return full_gradients(models[rank])
+
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
+
+
+def test_a_failed_backward_leaves_nothing_behind():
+    model, models = pair()
+    step(model, 2)
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
+        ids, labels = tiny_batch()
+        embeds = models[rank].model.embed_tokens(ids).detach().requires_grad_()
+        embeds.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(models[rank](inputs_embeds=embeds).logits, labels).backward()
+        models[rank].zero_grad()
+        step(models[rank], 2)
+        return full_gradients(models[rank])
+
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("length", [8, 9])
+def test_recompute(reentrant, length):
+    model, models = pair()
+    step(model, length=length)
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
+        models[rank].gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            models[rank].enable_input_require_grads()
+        step(models[rank], length=length)
+        return full_gradients(models[rank])
+
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
+
+
+def test_recompute_with_two_lengths_alive():
+    """Forwards of 8 and of 12 tokens, then both backwards: recompute knows which is which. 7 and 8 would not: refused."""
+    model, models = pair()
+
+    def two(net, lengths):
+        losses = []
+        for seed, length in enumerate(lengths):
+            ids, labels = tiny_batch(seed=seed, length=length)
+            losses.append(loss_of(net(input_ids=ids).logits, labels))
+        for loss in losses:
+            loss.backward()
+
+    two(model, (8, 12))
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
+        models[rank].gradient_checkpointing_enable({"use_reentrant": False})
+        two(models[rank], (8, 12))
+        gradients = full_gradients(models[rank])
+        with pytest.raises(ModelError) as error:
+            two(models[rank], (7, 8))
+        assert error.value.slugs == ("ambiguous-sequence",)
+        return gradients
+
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
+
+
+def test_to_another_dtype_and_back_and_freezing_later():
+    model, models = pair()
+
+    def change(net):
+        net.float()
+        net.double()
+        net.model.norm.weight.requires_grad_(False)
+        net.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+        step(net)
+        net.model.norm.weight.requires_grad_(True)
+        step(net, 2)
+
+    change(model)
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
+        step(models[rank])
+        models[rank].zero_grad()
+        change(models[rank])
+        assert all(isinstance(p, DTensor) for p in models[rank].parameters())
+        return full_gradients(models[rank])
+
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
+
+
+def test_a_copy_is_independent():
+    model, models = pair()
+    step(model)
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
+        step(models[rank], 3)
+        twin = copy.deepcopy(models[rank])
+        with torch.no_grad():
+            for parameter in models[rank].parameters():
+                parameter.zero_()
+        twin.zero_grad()
+        step(twin)
+        return full_gradients(twin)
+
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
+
+
+def test_hooks_flags_buffers_and_attributes_are_kept():
+    _, models = pair()
+
+    def body(rank):
+        net = models[rank]
+        calls = []
+        net.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *a: calls.append("q"))
+        net.model.norm.register_forward_pre_hook(lambda *a: calls.append("norm"))
+        net.model.layers[1].eval()
+        net.lm_head.weight.tag = "kept"
+        modes = [m.training for m in net.modules()]
+        buffers = {n: b.clone() for n, b in net.named_buffers()}
+        parallelize_module(net, build_mesh("cpu", tp=2), **BOTH)
+        step(net)
+        assert calls == ["q", "norm"] and modes == [m.training for m in net.modules()]
+        assert net.lm_head.weight.tag == "kept"
+        assert all(torch.equal(b, buffers[n]) for n, b in net.named_buffers())
+
+    run_ranks(2, body)
+
+
+def test_double_backward_is_refused_by_name():
+    _, models = pair()
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2))
+        ids, labels = tiny_batch()
+        with pytest.raises(ModelError) as error:
+            loss_of(models[rank](input_ids=ids).logits, labels).backward(create_graph=True)
+        assert error.value.slugs == ("double-backward",)
+
+    run_ranks(2, body)
+
+
+def test_applying_twice_is_refused():
+    _, models = pair()
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2))
+        with pytest.raises(ModelError) as error:
+            parallelize_module(models[rank], build_mesh("cpu", tp=2))
+        assert error.value.slugs == ("already-parallelized",)
+
+    run_ranks(2, body)
+
+
+OPTIMIZERS = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adam, {"lr": 0.1, "foreach": True}),
+    (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
+    (torch.optim.NAdam, {"lr": 0.1}),
+    (torch.optim.RAdam, {"lr": 0.1}),
+    (torch.optim.Adamax, {"lr": 0.1}),
+    (torch.optim.ASGD, {"lr": 0.1}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+    (torch.optim.Adadelta, {"lr": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.1}),
+    (torch.optim.Rprop, {"lr": 0.1}),
+]
+
+
+@pytest.mark.variants(every=3)
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=[k.__name__ for k, _ in OPTIMIZERS])
+def test_local_optimizer(kind, options):
+    """Given the same gradients, equal to the optimizer on the unsharded model; state is DTensors outside a step."""
+    model, models = pair("phi3", num_key_value_heads=1)
+    generator = torch.Generator().manual_seed(0)
+    steps = [
+        {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in model.named_parameters()}
+        for _ in range(3)
+    ]
+    plain = kind(model.parameters(), **options)
+    for number, gradients in enumerate(steps):
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name].clone()
+        plain.step()
+        if number == 1:
+            state = copy.deepcopy(plain.state_dict())
+            plain = kind(model.parameters(), **options)
+            plain.load_state_dict(state)
+
+    def body(rank):
+        from parallelize.state.records import require_record
+        from parallelize.state.sharding import reshard_like, rows_by_name
+
+        net = models[rank]
+        parallelize_module(net, build_mesh("cpu", tp=2))
+        record = require_record(net)
+        optimizer = local_optimizer(kind(net.parameters(), **options))
+        for number, gradients in enumerate(steps):
+            for name, parameter in net.named_parameters():
+                row = rows_by_name(record)[name]
+                parameter.grad = reshard_like(gradients[name], row.layout, parameter)
+            optimizer.step()
+            assert all(isinstance(p, DTensor) for g in optimizer.param_groups for p in g["params"])
+            if number == 1:  # state goes out and comes in again as DTensors
+                state = copy.deepcopy(optimizer.state_dict())
+                states = [
+                    v for s in state["state"].values() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim
+                ]
+                assert states and all(isinstance(v, DTensor) for v in states)
+                optimizer = local_optimizer(kind(net.parameters(), **options))
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+        return {name: full_parameter(net, name).detach() for name, _ in net.named_parameters()}
+
+    expected = {n: p.detach() for n, p in model.named_parameters()}
+    for actual in run_ranks(2, body):
+        assert worst(actual, expected)[0] < 1e-12
+
+
+def test_optimizers_that_mix_elements_are_refused():
+    with pytest.raises(ModelError) as error:
+        local_optimizer(torch.optim.LBFGS([nn.Parameter(torch.zeros(2))]))
+    assert error.value.slugs == ("not-elementwise",)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_clipping_counts_every_element_once(family, norm_type):
+    model, models = pair(family, num_key_value_heads=1)
+    step(model)
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
+        step(models[rank])
+        plain = nn.Parameter(torch.ones(2, dtype=torch.float64))  # a plain one with no gradient may be among them
+        norm = clip_grad_norm_([*models[rank].parameters(), plain], 0.5, norm_type)
+        again = clip_grad_norm_(models[rank], 1e9, norm_type)
+        return norm, again, full_gradients(models[rank])
+
+    for norm, again, actual in run_ranks(2, body):
+        assert abs(norm - expected) < 1e-12 * expected
+        assert abs(again - min(expected, 0.5)) < 1e-5
+        assert worst(actual, grads(model))[0] < 1e-12
+
+
+def test_clipping_refuses_what_is_not_finite():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([1.0, float("nan")])
+    with pytest.raises(RuntimeError, match="nan"):
+        clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+
+
+class Odd(nn.Module):
+    """Nobody planned for this: a reused block, keyword-only inputs, tuples, nested lists, an int buffer, bare parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(6, 10)
+        self.down = nn.ModuleList([nn.ModuleList([nn.Linear(10, 6)])])
+        self.twice = nn.ModuleList([self.shared, self.shared])
+        self.scale = nn.Parameter(torch.rand(10) + 0.5)
+        self.whole = nn.Parameter(torch.rand(6) + 0.5)
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+
+    def forward(self, *, x: torch.Tensor, flags: dict | None = None) -> tuple:
+        hidden = x
+        for block in self.twice:
+            inner = torch.tanh(block(hidden)) * self.scale
+            hidden = hidden + self.down[0][0](inner)
+        return hidden * self.whole + self.table.to(x), {"inner": inner.sum(0)}, [self.steps]
+
+
+ODD = """
+schema_version: 1
+tensor_parallel:
+  shared: colwise
+  down.*.*: rowwise
+  scale: shard
+  whole: replicate
+"""
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_a_model_nobody_planned_for(tp):
+    model = Odd().double()
+    models = [copy.deepcopy(model) for _ in range(tp)]
+    x = torch.randn(5, 6, dtype=torch.float64)
+    want_x = x.clone().requires_grad_()
+    expected = model(x=want_x)
+    expected[0].square().sum().backward()
+
+    def body(rank):
+        net = models[rank]
+        parallelize_module(net, build_mesh("cpu", tp=tp), parse_plan(ODD))
+        planned_x = x.clone().requires_grad_()
+        out = net(x=planned_x, flags={})
+        out[0].square().sum().backward()
+        assert net.twice[0] is net.shared and out[2][0] == 3
+        return out[0].detach(), planned_x.grad, full_gradients(net), shard_info(net)["scale"].slices(rank)
+
+    for out, grad, actual, _ in run_ranks(tp, body):
+        assert worst({"": out}, {"": expected[0].detach()})[0] < 1e-12
+        assert worst({"": grad}, {"": want_x.grad})[0] < 1e-12
+        assert worst(actual, grads(model))[0] < 1e-12
+
+
+def test_checkpoint_of_a_plain_block():
+    model = Odd().double()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    model(x=x)[0].sum().backward()
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), parse_plan(ODD))
+        checkpoint(lambda y: models[rank](x=y)[0], x.detach().requires_grad_(), use_reentrant=False).sum().backward()
+        return full_gradients(models[rank])
+
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_decoding_with_a_cache(family):
+    """A prompt under sequence parallelism, then one token at a time with it off: the unsharded model's logits."""
+    model, models = pair(family)
+    ids = tiny_batch(length=9)[0]
+
+    def decode(net):
+        logits, cache, tokens = [], None, ids
+        with torch.no_grad():
+            for _ in range(4):
+                out = net(input_ids=tokens, past_key_values=cache, use_cache=True)
+                cache, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+                logits.append(out.logits[:, -1])
+        return torch.stack(logits), cache.layers[0].keys.shape[1]
+
+    expected, heads = decode(model)
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), sequence_parallel=True)
+        return decode(models[rank])
+
+    for actual, local_heads in run_ranks(2, body):
+        assert worst({"": actual}, {"": expected})[0] < 1e-12 and local_heads == heads // 2
+
+
+def test_hidden_states_inside_the_region_are_refused():
+    _, models = pair("llama")
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), sequence_parallel=True)
+        with pytest.raises(ModelError) as error:
+            models[rank](input_ids=tiny_batch()[0], output_hidden_states=True)
+        assert error.value.slugs == ("hidden-states-are-shards",)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_hooks_of_a_tied_parameter_see_the_sum_over_its_uses(sequence_parallel):
+    stock = tiny_model("llama", torch.float64, tie_word_embeddings=True)
+    ids, labels = tiny_batch(length=8)
+
+    def clamped(model: Any) -> tuple[torch.Tensor, int]:
+        calls: list[int] = []
+        model.lm_head.weight.register_hook(lambda grad: (calls.append(1), grad.clamp(-1e-3, 1e-3))[1])
+        model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(1))
+        loss_of(model(input_ids=ids).logits, labels).backward()
+        return full_gradients(model)["model.embed_tokens.weight"], len(calls)
+
+    def body(rank: int) -> tuple[torch.Tensor, int]:
+        mesh = build_mesh("cpu", tp=2)
+        model = copy.deepcopy(stock)
+        return clamped(parallelize_module(model, mesh, sequence_parallel=sequence_parallel, loss_parallel=False))
+
+    stock_copy = copy.deepcopy(stock)
+    stock_copy.lm_head.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    loss_of(stock_copy(input_ids=ids).logits, labels).backward()
+    expected = stock_copy.lm_head.weight.grad
+    for actual, calls in run_ranks(2, body):
+        assert calls == 2
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)

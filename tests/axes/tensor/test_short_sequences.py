@@ -1,0 +1,73 @@
+"""Sequence parallelism with one token per rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from parallelize import build_mesh, parallelize_module
+from parallelize.axes.tensor.watch.shard_dims import ShardDim
+from tests.axes.tensor.experts.test_split_experts import gradients
+from tests.axes.vocabulary.generation.generation_jobs import lively_model
+from tests.support.models import tiny_batch, tiny_model
+from tests.support.parity import worst
+from tests.support.threads import run_ranks
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_prompts_of_one_token_per_rank(tp):
+    """gpt2's Conv1D takes a view of what was gathered."""
+    model = lively_model("gpt2")
+    ids = torch.randint(3, 67, (3, tp), generator=torch.Generator().manual_seed(1))
+    expected = model(input_ids=ids).logits
+    models = [copy.deepcopy(model) for _ in range(tp)]
+
+    def body(rank):
+        net = parallelize_module(models[rank], build_mesh("cpu", tp=tp), sequence_parallel=True)
+        return net(input_ids=ids).logits
+
+    for actual in run_ranks(tp, body):
+        assert worst({"": actual}, {"": expected})[0] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("dim", "before", "after", "expected"),
+    [
+        (-2, (3, 1, 8), (3, 8), (-2, 3)),
+        (-2, (3, 8), (3, 1, 8), (-2, 1)),
+        (-2, (3, 1, 8), (3, 1, 2, 4), (-3, 1)),
+        (-2, (1, 1, 8), (1, 8), (-2, 1)),
+        (-2, (1, 1, 8), (1, 1, 2, 4), (-3, 1)),
+        (-2, (3, 1, 8), (6, 4), None),
+    ],
+)
+def test_a_view_of_one_token_of_each_sequence(dim, before, after, expected):
+    """The dim of tokens becomes none of features, of which a linear would seem to need all tokens."""
+    outer = 3 if before == (3, 8) else 1
+    shard = ShardDim("sequence", dim, outer, 1, "").viewed(before, after)
+    assert (shard and (shard.dim, shard.outer)) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ((5, 24), (5, 3, 1, 8), (-2, 1)),
+        ((5, 24), (1, 5, 3, 1, 8), (-2, 1)),
+        ((5, 24), (5, 3, 1, 1, 8), None),  # one of two dims
+        ((5, 24), (5, 3, 8), (-2, 3)),
+    ],
+)
+def test_a_view_of_a_packed_weight_with_one_head_on_a_rank(before, after, expected):
+    """The dim of the head, and not that of query, key and value beside it."""
+    shard = ShardDim("features", -1, 3, 1, "").viewed(before, after)
+    assert (shard and (shard.dim, shard.outer)) == expected
+
+
+def test_a_linear_on_flattened_tokens_beside_a_router():
+    """Of qwen2_moe's shared experts, with one token of each sequence on a rank."""
+    ids, labels = tiny_batch(batch=3, length=2)
+    expected, results = gradients(tiny_model("qwen2_moe", torch.float64), ids, labels, sequence_parallel=True)
+    for actual in results:
+        assert worst(actual, expected)[0] <= 1e-12

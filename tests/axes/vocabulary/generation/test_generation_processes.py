@@ -1,0 +1,43 @@
+"""Sampling and generation on real gloo processes: the unsharded model's tokens, greedy and sampled."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.axes.vocabulary.generation import generation_jobs as jobs
+
+pytestmark = pytest.mark.processes
+MODES = [{}, {"sequence_parallel": True, "loss_parallel": True}]
+
+
+@pytest.mark.variants(every=7)
+@pytest.mark.parametrize("options", MODES, ids=["tensor", "sequence-loss"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "gpt2", "phi3", "mixtral"])
+def test_tokens_on_two_ranks(two_processes, family, options):
+    assert two_processes.run(jobs.tokens_differ, family, 2, options) == [[]] * 2
+
+
+@pytest.mark.variants(every=5)
+@pytest.mark.parametrize("options", MODES, ids=["tensor", "sequence-loss"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gpt2", "mixtral"])
+def test_tokens_on_four_ranks(four_processes, family, options):
+    assert four_processes.run(jobs.tokens_differ, family, 4, options) == [[]] * 4
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "options", [*MODES, {"loss_parallel": True, "fuse_loss": True}], ids=["tensor", "sequence-loss", "fused"]
+)
+def test_compiled_tokens_on_two_ranks(two_processes, options):
+    assert two_processes.run(jobs.compiled_tokens_differ, options) == [False] * 2
+
+
+@pytest.mark.on_cpus("the generator of the CPU is looked at")
+def test_generators_after_a_generation(two_processes):
+    first, second = two_processes.run(jobs.generators_after)
+    assert first == (True, False)  # the first rank has drawn from its own
+    assert second == (True, True)
+
+
+def test_sampling_on_four_ranks(four_processes):
+    assert four_processes.run(jobs.sampled_differ, 4) == [[]] * 4

@@ -1,0 +1,200 @@
+"""Cross entropy on sharded logits: every option, any vocabulary, stock loss functions, nothing read wrongly."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallelize import (
+    ModelError,
+    ShapeError,
+    ShardedLogits,
+    build_mesh,
+    cross_entropy,
+    full_gradients,
+    parallelize_module,
+)
+from parallelize.axes.vocabulary.logits.sharded_logits import mark
+from parallelize.base.layout import even_interval
+from parallelize.comm.groups import Group
+from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from tests.support.models import tiny_batch, tiny_model
+from tests.support.parity import worst
+from tests.support.threads import run_ranks
+
+
+def sharded(full: torch.Tensor, tp: int):
+    group = Group(build_mesh("cpu", tp=tp).get_group())
+    start, stop = even_interval(full.shape[-1], tp, group.rank)
+    leaf = full[..., start:stop].clone().requires_grad_()
+    return leaf, mark(leaf * 1, Vocabulary(full.shape[-1], group))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("z_loss", [0.0, 0.02])
+@pytest.mark.parametrize(("tp", "vocab"), [(2, 11), (4, 10), (4, 3)])
+def test_equals_torch(tp, vocab, z_loss, smoothing, reduction):
+    torch.manual_seed(0)
+    # a constant, to which only the true lse is not blind
+    logits = torch.randn(3, 5, vocab, dtype=torch.float64) * 3 + 100
+    targets = torch.randint(0, vocab, (3, 5))
+    targets[1, :2] = -100
+    full = logits.clone().requires_grad_()
+    flat = full.view(-1, vocab)
+    expected = F.cross_entropy(flat, targets.view(-1), label_smoothing=smoothing, reduction="none")
+    expected = expected + z_loss * torch.logsumexp(flat, -1).square() * (targets.view(-1) != -100)
+    expected = {"mean": expected.sum() / (targets != -100).sum(), "sum": expected.sum(), "none": expected.view(3, 5)}[
+        reduction
+    ]
+    expected.square().sum().backward()
+
+    def body(rank):
+        leaf, marked = sharded(logits, tp)
+        actual = cross_entropy(marked, targets, label_smoothing=smoothing, z_loss=z_loss, reduction=reduction)
+        actual.square().sum().backward()
+        return actual.detach(), leaf.grad
+
+    for rank, (actual, grad) in enumerate(run_ranks(tp, body)):
+        assert worst({"": actual}, {"": expected.detach()})[0] < 1e-12
+        start, stop = even_interval(vocab, tp, rank)
+        if stop > start:
+            assert (grad - full.grad[..., start:stop]).abs().max() <= 1e-12 * full.grad.abs().max()
+
+
+def test_whole_logits_and_bad_targets():
+    logits, targets = torch.randn(4, 7), torch.tensor([0, 6, -100, 2])
+    assert torch.allclose(cross_entropy(logits, targets), F.cross_entropy(logits, targets))
+    with pytest.raises(ShapeError):
+        cross_entropy(logits, targets[:3])
+    with pytest.raises(ShapeError):
+        cross_entropy(logits, targets, reduction="median")
+
+
+def test_forward_sends_three_values_a_token_and_backward_nothing():
+    from unittest.mock import patch
+
+    sent = []
+    real = Group.all_reduce
+
+    def counted(self, x, *args):
+        sent.append(x.numel())
+        return real(self, x, *args)
+
+    def body(rank):
+        _, marked = sharded(torch.randn(6, 8, dtype=torch.float64), 2)
+        loss = cross_entropy(marked, torch.zeros(6, dtype=torch.long), label_smoothing=0.1, z_loss=0.1)
+        before = list(sent)
+        loss.backward()
+        return before
+
+    with patch.object(Group, "all_reduce", counted):
+        run_ranks(2, body)
+    assert sorted(sent) == [6] * 6  # two ranks
+
+
+def test_data_axes_share_one_count():
+    """dp=2 x tp=2: the sum over dp of each rank's value is the mean over all valid tokens."""
+    torch.manual_seed(0)
+    logits, targets = torch.randn(4, 6, 9, dtype=torch.float64), torch.randint(0, 9, (4, 6))
+    targets[0, :4] = -100
+    expected = F.cross_entropy(logits.view(-1, 9), targets.view(-1))
+
+    def body(rank):
+        mesh = build_mesh("cpu", dp=2, tp=2)
+        group = Group(mesh.get_group("tp"))
+        local_rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
+        start, stop = even_interval(9, 2, group.rank)
+        marked = mark(logits[local_rows][..., start:stop].clone(), Vocabulary(9, group))
+        return cross_entropy(marked, targets[local_rows], mesh=mesh)
+
+    values = run_ranks(4, body)
+    assert abs(values[0] + values[2] - expected) < 1e-12 and values[0] == values[1]
+
+
+FROM_LABELS = [
+    ("llama", None),
+    ("gpt2", None),
+    ("gemma2", None),
+    ("bert", None),
+    ("opt", None),
+    ("bert", "BertForPreTraining"),
+    ("bert", "BertLMHeadModel"),
+    ("gpt2", "GPT2DoubleHeadsModel"),
+]
+
+
+@pytest.mark.variants(every=4)
+@pytest.mark.parametrize(("family", "cls"), FROM_LABELS, ids=[f"{f}-{c}" for f, c in FROM_LABELS])
+def test_models_that_compute_their_own_loss(family, cls):
+    """From `labels`, by a `loss_function` or by `CrossEntropyLoss` inline."""
+    import transformers
+
+    model = tiny_model(family)
+    if cls is not None:
+        torch.manual_seed(0)
+        config = copy.deepcopy(model.config)
+        config.is_decoder, config.summary_first_dropout = cls == "BertLMHeadModel", 0.0
+        model = getattr(transformers, cls)(config)
+    ids, labels = tiny_batch()
+    extra = {"next_sentence_label": torch.tensor([0, 1])} if cls == "BertForPreTraining" else {}
+    if cls == "GPT2DoubleHeadsModel":
+        ids, labels, extra = ids[None], labels[None], {"mc_token_ids": torch.tensor([[8, 8]])}
+    loss = model(input_ids=ids, labels=labels, **extra).loss
+    loss.backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    models = [copy.deepcopy(model) for _ in range(2)]
+    for net in models:
+        net.zero_grad()
+
+    def body(rank):
+        net = models[rank]
+        parallelize_module(net, build_mesh("cpu", tp=2), loss_parallel=True)
+        actual = net(input_ids=ids, labels=labels, **extra).loss
+        actual.backward()
+        return actual.detach(), full_gradients(net)
+
+    for actual, grads in run_ranks(2, body):
+        assert abs(actual - loss.detach()) < 5e-6 * loss.detach()
+        assert worst(grads, expected)[0] < 5e-6
+
+
+def test_what_would_misread_a_shard_is_refused():
+    def body(rank):
+        _, marked = sharded(torch.randn(2, 5, 8), 2)
+        assert isinstance(marked, ShardedLogits) and marked.shape == (2, 5, 8) and marked.numel() == 80
+        assert marked.size(-1) == 8 and "vocabulary" in repr(marked)
+        for allowed in (
+            lambda z: z[:, :-1],
+            lambda z: z[..., :-1, :],
+            lambda z: z[0],
+            lambda z: z.float() / 2,
+            lambda z: z.view(-1, 8),
+            lambda z: z.reshape(10, -1),
+            lambda z: torch.tanh(z) * 3,
+        ):
+            assert isinstance(allowed(marked), ShardedLogits)
+        refused = [
+            lambda z: z.softmax(-1),
+            lambda z: z.argmax(-1),
+            lambda z: z.view(-1, 4),
+            lambda z: z[..., 0],
+            lambda z: z[:, :, :4],
+            lambda z: z + torch.randn(8),
+            lambda z: z.transpose(0, 2),
+            lambda z: z.mT.softmax(1),
+            lambda z: z.sum(),
+            lambda z: torch.cat([z, z], -1),
+            lambda z: F.cross_entropy(z.view(-1, 8), torch.zeros(10, dtype=torch.long), reduce=True),
+            lambda z: nn.Linear(8, 2)(z),
+        ]
+        for operation in refused:
+            with pytest.raises(ModelError):
+                operation(marked)
+        assert marked.to_local().shape == (2, 5, 4) and marked.full_tensor().shape == (2, 5, 8)
+
+    run_ranks(2, body)

@@ -1,0 +1,49 @@
+"""The units of ZeRO 3 are chosen once: what `shard_data` wraps is what `explain` predicts, by plan and by layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from parallelize import ModelError, load_plan, parallelize_model, shard_data
+from parallelize.base.mesh import MeshSpec
+from parallelize.plan.models.model_source import ModelSource
+from parallelize.tools.analysis.cost.setting import Setting
+from parallelize.tools.analysis.record.fake_world import fake_mesh
+from parallelize.tools.analysis.subject import Subject
+from tests.support.models import tiny_model
+
+PLANS = {
+    "layers": load_plan("llama"),
+    "blocks": replace(load_plan("llama"), zero_units=("model.layers.*.{mlp,self_attn}",)),
+    "one kind": replace(load_plan("llama"), zero_units=("model.layers.*.mlp", "lm_head")),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_units_of_a_plan(plan, axes):
+    with fake_mesh(MeshSpec(**axes)) as mesh:
+        model = tiny_model("llama", torch.float32)
+        parallelize_model(model, mesh, PLANS[plan], zero=3)
+    wrapped = [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]
+    setting = Setting(MeshSpec(**axes), zero=3).complete()
+    subject = Subject(ModelSource("llama", lambda _: tiny_model("llama")), PLANS[plan])
+    predicted = subject.resolved(setting).zero_units
+    assert wrapped == [name for name in predicted if name in wrapped] and wrapped
+    if "pp" not in axes:
+        assert wrapped == list(predicted)
+    ending = {"layers": "0", "blocks": "self_attn", "one kind": "mlp"}[plan]
+    assert wrapped[0].endswith(ending)
+
+
+def test_a_pattern_without_a_match_is_an_error_in_both():
+    with fake_mesh(MeshSpec(dp=2)) as mesh, pytest.raises(ModelError, match=r"unmatched-unit: .*layers\.\*\.mpl"):
+        shard_data(tiny_model("llama", torch.float32), mesh, 3, units=["model.layers.*.{mlp,mpl}"])
+    wrong = replace(load_plan("llama"), zero_units=("model.layers.*.mpl",))
+    subject = Subject(ModelSource("llama", lambda _: tiny_model("llama")), wrong)
+    with pytest.raises(ModelError, match="unmatched-unit"):
+        subject.resolved(Setting(MeshSpec(dp=2), zero=3).complete())

@@ -1,0 +1,301 @@
+"""What each rank does in the tests of ZeRO: every optimizer, memory, mixed precision, plain loops."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from parallelize import accumulate_gradients, build_mesh, parallelize_module
+from parallelize.axes.zero.optimizer import build_optimizer
+from parallelize.axes.zero.shard_data import data_of, shard_data
+from parallelize.axes.zero.state_bytes import bytes_per_rank
+from parallelize.base.errors import ParallelizeError
+from parallelize.training.parallelize_model import parallelize_model
+from tests.axes.pipeline.pipeline_jobs import build, full_value
+from tests.support.models import tiny_batch, tiny_model
+from tests.support.parity import loss_of, worst
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "ASGD": {"lr": 1e-2},
+    "Adadelta": {"lr": 1e-1},
+    "Adagrad": {"lr": 1e-2},
+    "Adam": {"lr": 1e-2, "weight_decay": 0.1},
+    "AdamW": {"lr": 1e-2},
+    "Adamax": {"lr": 1e-2},
+    "NAdam": {"lr": 1e-2},
+    "RAdam": {"lr": 1e-2},
+    "RMSprop": {"lr": 1e-2, "momentum": 0.9},
+    "Rprop": {"lr": 1e-2},
+    "SGD": {"lr": 1e-2, "momentum": 0.9, "nesterov": True},
+}
+
+
+def optimizer_parity(rank: int, zero: int, axes: dict[str, int]) -> dict[str, float | str]:
+    """Each optimizer of torch.optim, given the same gradients as the unsharded one: relative error of the weights."""
+    errors: dict[str, float | str] = {}
+    names = [n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type)]
+    classes = [n for n in names if issubclass(getattr(torch.optim, n), torch.optim.Optimizer) and n != "Optimizer"]
+    start = tiny_model("llama", torch.float64, num_hidden_layers=1)
+    for name in classes:
+        model, unsharded = copy.deepcopy(start), copy.deepcopy(start)
+        parallel = parallelize_model(model, build_mesh("cpu", **axes), zero=zero)
+        options = OPTIMIZERS.get(name, {})
+        try:
+            optimizer = parallel.optimizer(getattr(torch.optim, name), **options)
+        except ParallelizeError as error:
+            errors[name] = error.slugs[0]
+            continue
+        except ValueError:  # Muon takes matrices only
+            errors[name] = "refused by torch"
+            continue
+        reference = getattr(torch.optim, name)(unsharded.parameters(), **options)
+        expected = dict(unsharded.named_parameters())
+        for step in range(3):
+            ids, labels = tiny_batch(batch=4, length=5, seed=step)
+            parallel.step(ids, targets=labels)
+            for n, p in model.named_parameters():
+                expected[n].grad = full_value(model, n, p.grad).clone()
+            for either in (optimizer, reference):
+                either.step()
+                either.zero_grad()
+        actual = {n: full_value(model, n, p) for n, p in model.named_parameters()}
+        errors[name] = worst(actual, {n: p.detach() for n, p in expected.items()})[0]
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+    return errors
+
+
+def _bytes(tensors: Any) -> int:
+    """Of storages, each counted once."""
+    storages = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def memory(rank: int, zero: int, axes: dict[str, int], mixed: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """(measured, arithmetic) bytes on this rank of parameters, gradients, optimizer state, after two Adam steps."""
+    model = build("blocks", torch.float32, 6) if "tp" not in axes else tiny_model("llama", num_hidden_layers=2)
+    mesh = build_mesh("cpu", **axes)
+    options: dict[str, Any] = {"dtype": torch.bfloat16} if mixed else {}
+    parallel = parallelize_model(model, mesh, zero=zero, **options)
+    optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-3)
+    for step in range(2):
+        ids, labels = tiny_batch(batch=4, length=5, seed=step)
+        optimizer.zero_grad()
+        parallel.step(ids, targets=labels)
+        optimizer.step()
+    params = list(model.parameters())
+    data = data_of(model)
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    masters = [p for p in stepped if data is not None and data.masters]
+    state = [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, torch.Tensor) and v.ndim]
+    measured = {
+        "parameters": _bytes(params),
+        "gradients": _bytes(p.grad for p in params),
+        "optimizer": _bytes(masters) + _bytes(state),
+    }
+    return measured, bytes_per_rank(model, zero, mesh, mixed=mixed)
+
+
+def plain_loop(rank: int, zero: int, planned: bool, late: bool) -> float:
+    """`loss.backward()` twice before a step, by hand: with `accumulate_gradients` or without."""
+    axes = {"dp": 2, "tp": 2} if planned else {"dp": 4}
+    model = tiny_model("gpt2", torch.float64, num_hidden_layers=1)
+    unsharded = copy.deepcopy(model)
+    mesh = build_mesh("cpu", **axes)
+    if planned:
+        parallelize_module(model, mesh, sequence_parallel=True)
+    shard_data(model, mesh, zero, bucket_bytes=2000)
+    optimizer = build_optimizer(model, torch.optim.SGD, lr=0.1)
+    reference = torch.optim.SGD(unsharded.parameters(), 0.1)
+    expected = dict(unsharded.named_parameters())
+    ranks, dp_rank = axes["dp"], mesh.get_local_rank("dp")
+    errors = []
+    for step in range(2):
+        batches = [tiny_batch(batch=2 * ranks, length=5, seed=10 * step + n) for n in range(2)]
+
+        def backward(ids: torch.Tensor, labels: torch.Tensor) -> None:
+            local = slice(2 * dp_rank, 2 * dp_rank + 2)
+            total = (labels != -100).sum()
+            part = (labels[local] != -100).sum()
+            (loss_of(model(ids[local]).logits, labels[local]) * part / total).backward()
+            loss_of(unsharded(ids).logits, labels).backward()
+
+        if late:
+            with accumulate_gradients(model):
+                for batch in batches:
+                    backward(*batch)
+        else:
+            for batch in batches:
+                backward(*batch)
+        actual = {n: full_value(model, n, p.grad) for n, p in model.named_parameters()}
+        errors.append(worst(actual, {n: expected[n].grad for n in actual})[0])
+        for either in (optimizer, reference):
+            either.step()
+            either.zero_grad(set_to_none=step == 0)
+    actual = {n: full_value(model, n, p) for n, p in model.named_parameters()}
+    errors.append(worst(actual, {n: expected[n].detach() for n in actual})[0])
+    return max(errors)
+
+
+def mixed_precision(rank: int, zero: int, axes: dict[str, int]) -> tuple[float, float]:
+    """(error of gradients against float32, drift of weights after ten tiny steps) under bfloat16 compute."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    unsharded = copy.deepcopy(model)
+    parallel = parallelize_model(model, build_mesh("cpu", **axes), zero=zero, dtype=torch.bfloat16, num_microbatches=2)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=1e-4)
+    reference = torch.optim.SGD(unsharded.parameters(), 1e-4)
+    expected = dict(unsharded.named_parameters(remove_duplicate=False))
+    ids, labels = tiny_batch(batch=4, length=7)
+    first = 0.0
+    for step in range(10):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        parallel.step(ids, targets=labels)
+        loss_of(unsharded(ids).logits, labels).backward()
+        grads = {n: full_value(model, n, p.grad).float() for n, p in model.named_parameters()}
+        if step == 0:
+            first = worst(grads, {n: expected[n].grad for n in grads})[0]
+            assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        for n in grads:  # the same gradients, so that only the storage of weights is compared
+            expected[n].grad = grads[n]
+        optimizer.step()
+        reference.step()
+    data = data_of(model)
+    assert data is not None
+    if zero == 3:
+        actual = {n: full_value(model, n, p) for n, p in model.named_parameters()}
+        return first, worst(actual, {n: expected[n].detach() for n in actual})[0]
+    errors = [0.0]
+    for shard in data.shards:
+        full = full_value(model, shard.name, shard.stepped)
+        errors.append(
+            float((full - expected[shard.name].detach()).abs().max() / expected[shard.name].detach().abs().max())
+        )
+    return first, max(errors)
+
+
+class Forked(nn.Module):
+    """Rank 0 uses one branch, the others the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.never = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return self.a(x) if left else self.b(x)
+
+
+def unused_parameters(rank: int, zero: int) -> float:
+    """A parameter used on some ranks gets their gradient everywhere; one used nowhere gets none."""
+    torch.manual_seed(0)
+    model = Forked().double()
+    unsharded = copy.deepcopy(model)
+    mesh = build_mesh("cpu", dp=dist.get_world_size())
+    shard_data(model, mesh, zero)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    for _ in range(2):
+        model.zero_grad()
+        model(x * (rank + 1), rank == 0).sum().backward()
+    for other in range(dist.get_world_size()):
+        unsharded(x * (other + 1), other == 0).sum().backward()
+    assert model.never.weight.grad is None
+    expected = dict(unsharded.named_parameters())
+    actual = {n: full_value(model, n, p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return worst(actual, {n: expected[n].grad for n in actual})[0]
+
+
+def nan_gradient(rank: int) -> tuple[str, bool]:
+    """A NaN in one rank's gradient: the error on every rank, and whether its gradients are unchanged."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    parallel = parallelize_model(model, build_mesh("cpu", dp=2, tp=2), zero=2, num_microbatches=2)
+    ids, labels = tiny_batch(batch=4, length=5)
+    parallel.step(ids, targets=labels)
+    if rank == 2:
+        model.get_parameter("model.layers.0.mlp.down_proj.weight").grad.to_local()[0, 0] = torch.nan
+    before = {n: p.grad.to_local().clone() for n, p in model.named_parameters()}
+    try:
+        parallel.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    except ParallelizeError as error:
+        unchanged = all(
+            torch.equal(p.grad.to_local().nan_to_num(), before[n].nan_to_num()) for n, p in model.named_parameters()
+        )
+        return str(error), unchanged
+    return "nothing", False
+
+
+def messages(rank: int, zero: int, defer: bool, microbatches: int) -> int:
+    """How many reductions over the data axis a step of so many microbatches sends."""
+    from unittest import mock
+
+    from parallelize.axes.zero import buckets
+
+    model = build("blocks", torch.float64, 2)
+    parallel = parallelize_model(model, build_mesh("cpu", dp=4), zero=zero, defer=defer, num_microbatches=microbatches)
+    ids, labels = tiny_batch(batch=8, length=5)
+    parallel.step(ids, targets=labels)
+    count = 0
+
+    def counting(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(buckets.dist, "all_reduce", counting(dist.all_reduce)),
+        mock.patch.object(buckets, "_reduce_scatter", counting(buckets._reduce_scatter)),
+    ):
+        parallel.step(ids, targets=labels)
+    return count - 2  # the count of tokens and the loss
+
+
+def loads_weights(rank: int, zero: int, mixed: bool) -> tuple[float, str]:
+    """Weights loaded after the optimizer was built are the ones that a step moves; replaced parameters are refused."""
+    model = build("blocks", torch.float32, 2)
+    other = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    options: dict[str, Any] = {"dtype": torch.bfloat16} if mixed else {}
+    parallel = parallelize_model(model, build_mesh("cpu", dp=4), zero=zero, **options)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.0)
+    torch.manual_seed(1)
+    other = {name: torch.randn(p.shape) for name, p in other.items()}
+    model.load_state_dict(other)
+    ids, labels = tiny_batch(batch=4, length=5)
+    parallel.step(ids, targets=labels)
+    optimizer.step()
+    error = max(
+        float((p.detach().float() - other[n]).abs().max() / other[n].abs().max()) for n, p in model.named_parameters()
+    )
+    try:
+        model.load_state_dict({n: nn.Parameter(p) for n, p in other.items()}, assign=True)
+    except ParallelizeError as caught:
+        return error, caught.slugs[0]
+    return error, "nothing"
+
+
+def skipped_unit(rank: int, skipped: int) -> str:
+    """What each rank raises where rank 1 skips a unit in its fourth step."""
+    from tests.axes.zero.test_unit_order import WIDTH, skipping
+
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = shard_data(skipping(), DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), 3, units=["layers.*"])
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    for _ in range(3):
+        model(x, set()).sum().backward()
+    try:
+        model(x, {skipped} if rank == 1 else set()).sum().backward()
+    except ParallelizeError as error:
+        return str(error)
+    return "nothing"

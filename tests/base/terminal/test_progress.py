@@ -1,0 +1,40 @@
+"""Progress is one line of a terminal, shown by one rank."""
+
+from __future__ import annotations
+
+import argparse
+import io
+
+import pytest
+
+from parallelize.base.terminal.console import shows_progress
+from parallelize.base.terminal.progress_line import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_one_line_that_is_cleared_after_an_error(monkeypatch):
+    monkeypatch.setattr("parallelize.base.terminal.progress_line._EVERY_S", 0)
+    stream = Terminal()
+    with Progress("trying", total=2, unit="configurations", stream=stream) as progress:
+        progress()
+        progress()
+    text = stream.getvalue()
+    assert text.count("\n") == 1 and text.endswith("\n") and "trying 100%: 2 configurations of 2" in text
+    assert text.count("\r\x1b[K") == 3  # each over the one before
+    stream = Terminal()
+    with pytest.raises(ValueError), Progress("trying", total=2, stream=stream) as progress:
+        progress()
+        raise ValueError
+    assert stream.getvalue().endswith("\r\x1b[K")
+
+
+def test_progress_is_for_one_rank_and_not_with_json(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert shows_progress(argparse.Namespace(json=False, quiet=False)) and shows_progress(argparse.Namespace())
+    assert not shows_progress(argparse.Namespace(json=True)) and not shows_progress(argparse.Namespace(quiet=True))
+    monkeypatch.setenv("RANK", "1")
+    assert not shows_progress(argparse.Namespace())

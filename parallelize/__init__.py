@@ -11,6 +11,10 @@ import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from parallelize.base.moved import MOVED as _MOVED
+from parallelize.base.moved import find_moved as _find_moved
+from parallelize.base.providers import provide as _provide
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -188,11 +192,18 @@ def _public_names() -> dict[str, str]:
     return {name: module for module, name in imports}
 
 
+_find_moved()
+_provide(
+    derived_plans="parallelize.tools.derivation.auto",
+    trace="parallelize.tools.analysis.automatic_trace",
+)
 _HOME = _public_names()
 __all__ = sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'parallelize' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -25,6 +25,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
+from parallelize.base.package import NAME
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -69,7 +71,7 @@ def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
 
 def is_of_caller(frame: FrameType) -> bool:
     """Whether a frame is neither of this package nor of torch."""
-    return frame.f_globals.get("__name__", "").partition(".")[0] not in (__package__, "torch")
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in (NAME, "torch")
 
 
 _NUMBER = re.compile(r"(?<=[A-Za-z_])\.\d+(?=[.:,\s]|$)")  # of a layer, in a name

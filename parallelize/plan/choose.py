@@ -9,10 +9,10 @@ import logging
 import os
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 from parallelize.base.errors import PlanError, Problem, near
+from parallelize.base.providers import provider
 from parallelize.plan.hf_plans import full_words, read_words, words_of
 from parallelize.plan.plan_file import load_plan, read_plan, shipped_plans
 from parallelize.plan.schema import Plan, Rule
@@ -21,8 +21,6 @@ from parallelize.plan.styles.notation import parse_style
 log = logging.getLogger("parallelize")
 
 _TRANSLATED = "base_model_tp_plan"
-_AUTO = "parallelize.tools.derivation.auto"
-"""The module of `derived_plan`, on a higher floor: it runs all that is below it."""
 
 
 @lru_cache(maxsize=1)
@@ -132,7 +130,7 @@ def _chosen(module: Any) -> Plan:
 
 def _best(module: Any, tp: int) -> Plan:
     """What "auto" chooses: a shipped plan, that of `transformers` if it holds, or one that is derived. What stays whole is said."""
-    auto = import_module(_AUTO)
+    auto = provider("derived_plans")
     try:
         plan = _chosen(module)
     except PlanError as error:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from parallelize.axes.zero.replicas import compare_weights
 from parallelize.axes.zero.router_loss import share_router_loss
 from parallelize.base.errors import MeshError, ModelError, PlanError, Problem
 from parallelize.base.mesh import DATA_AXES, MeshSpec
+from parallelize.base.providers import provider
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
@@ -85,8 +85,6 @@ from parallelize.state.written_versions import count_optimizer_writes
 from parallelize.training.data.prepared_by_accelerate import guard_accelerate
 from parallelize.watchdog.watching import name_in_watch
 
-_TRACE = "parallelize.tools.analysis.automatic_trace"
-"""On a higher floor: it runs forwards of models on tensors without values, as `lint` does."""
 PlanLike = Plan | str | os.PathLike | Mapping[str, Any] | Any
 
 
@@ -264,7 +262,7 @@ def _agree_on_plan(
 def check_by_trace(module: nn.Module, resolved: ResolvedPlan, trace: bool | None) -> None:
     """`tools/analysis/automatic_trace.py`, which is loaded where something is traced. Raises: as it does."""
     if trace is not False and resolved.tp_size > 1:
-        import_module(_TRACE).check_by_trace(module, resolved, trace)
+        provider("trace").check_by_trace(module, resolved, trace)
 
 
 def _refuse_styles_of_codes(resolved: ResolvedPlan) -> None:

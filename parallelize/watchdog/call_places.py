@@ -7,18 +7,17 @@ remember where they were applied (`call_patches`), FSDP's groups know their modu
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
+from parallelize.base.package import FOLDER
 from parallelize.base.torch_private import torch_tensors as private
 
 PLACE = "_watched_place"
 """The attribute of an autograd node with the place of its backward; `call_patches` writes it out, which costs less than its name."""
-_ROOT = str(Path(__file__).parents[1])
-_HERE, _COMM = (f"{_ROOT}/{room}/" for room in ("watchdog", "comm"))
+_HERE, _COMM = (f"{FOLDER}/{room}/" for room in ("watchdog", "comm"))
 _LIBRARY, _MODULE, _NODE, _PUBLIC, _PRIVATE, _FSDP, _TRANSPORT, _USER = range(8)
 _IN_PACKAGE = (_PUBLIC, _PRIVATE)
 FORWARD, EVALUATION, BACKWARD = "forward", "evaluation", "backward"
@@ -125,7 +124,7 @@ def _classified(code: Any) -> int:
         kind = _FSDP
     elif file.startswith((_HERE, _COMM)):
         kind = _TRANSPORT
-    elif file.startswith(_ROOT):
+    elif file.startswith(FOLDER):
         kind = _PRIVATE if code.co_name.startswith(("_", "hook", "<")) else _PUBLIC
     _codes.append(code)
     _kinds[id(code)] = kind
@@ -196,6 +195,6 @@ def _function(public: Any, innermost: Any) -> str:
     text = _functions.get(key)
     if text is None:
         names = dict.fromkeys(getattr(code, "co_qualname", code.co_name) for code in (public, innermost))
-        file = innermost.co_filename.removeprefix(f"{_ROOT}/")
+        file = innermost.co_filename.removeprefix(f"{FOLDER}/")
         text = _functions[key] = f"{' > '.join(names)} ({file})"
     return text

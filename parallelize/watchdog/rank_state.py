@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.base.package import FOLDER
 from parallelize.state.records import resolution_of
 from parallelize.watchdog.call_log import CallLog, CollectiveCall, GroupCalls
 
-_PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _COMMUNICATES = (
-    f"{_PACKAGE}/comm/",
-    f"{_PACKAGE}/watchdog/",
-    f"{_PACKAGE}/torch_private/torch_groups.py",
+    f"{FOLDER}/comm/",
+    f"{FOLDER}/watchdog/",
+    f"{FOLDER}/base/torch_private/torch_groups.py",
     f"{_TORCH}/distributed/",
 )
 _WORKS_ALONE = (f"{_TORCH}/distributed/checkpoint/", f"{_TORCH}/distributed/fsdp/")
@@ -33,7 +33,7 @@ _PYTHON = sysconfig.get_path("stdlib")
 _INSTALLED = sysconfig.get_path("purelib")
 _PASSED_ON = "torch/nn/modules/module.py"
 """A file whose lines only call the next one."""
-_PATCHES, _CALLS = f"{_PACKAGE}/watchdog/call_patches.py", ("call", "wait")
+_PATCHES, _CALLS = f"{FOLDER}/watchdog/call_patches.py", ("call", "wait")
 """The functions of that file that run a call, or wait for one."""
 _RECENT_CALLS = 12
 _STACK_LINES = 24
@@ -128,11 +128,11 @@ def stack_lines(frame: Any) -> list[str]:
 
 def is_user_code(file: str) -> bool:
     """Whether a file is neither of this package, nor of PyTorch, nor installed, nor of Python itself."""
-    return not file.startswith((f"{_PACKAGE}/", f"{_TORCH}/", _PYTHON, "<")) and "site-packages" not in file
+    return not file.startswith((f"{FOLDER}/", f"{_TORCH}/", _PYTHON, "<")) and "site-packages" not in file
 
 
 def line_of(summary: traceback.FrameSummary) -> str:
-    file = summary.filename.removeprefix(f"{Path(_TORCH).parent}/").removeprefix(f"{Path(_PACKAGE).parent}/")
+    file = summary.filename.removeprefix(f"{Path(_TORCH).parent}/").removeprefix(f"{Path(FOLDER).parent}/")
     return f"{file}:{summary.lineno} in {summary.name}: {(summary.line or '').strip()}"
 
 

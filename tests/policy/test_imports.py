@@ -1,7 +1,7 @@
 """Imports point down: every room has a floor, no cycle of rooms or of files, and each lazy import has a reason.
 
-Imports inside functions and under TYPE_CHECKING count like all others. A room is a folder; the files that lie loose at the
-top of the package are rooms of their own. `__init__.py` is the map of public names and is left out.
+Imports inside functions and under TYPE_CHECKING count like all others. A room is a folder at the top of the package. Inside of each
+folder, the folders in it form no cycle either. `__init__.py` is the map of public names and is left out.
 """
 
 from __future__ import annotations
@@ -12,56 +12,44 @@ from functools import cache
 
 import pytest
 
-from tests.policy.sources import PATHS, module_name, tree_of
+from tests.policy.sources import PATHS, ROOT, module_name, tree_of
 
 pytestmark = pytest.mark.xdist_group("sources")
 ROOMS_BY_FLOOR = (
-    "errors torch_private ops.random",
-    "layout mesh randomness styles terminal checkpoint.format",
-    "comm models plan",
-    "batch dims ops",
-    "applied.layout_tensor collectives",
-    "applied ops.attention ops.experts ops.matmul ops.vocabulary",
-    "loop quantization randomness.dropout randomness.init vocabulary.logits watchdog",
-    "vocabulary.loss vocabulary.sampling",
-    "tensor vocabulary vocabulary.generation zero",
-    "tensor.experts tensor.layers tensor.watch",
-    "context recomputation tensor.install tensor.torch_styles",
-    "data optimizers",
-    "apply pipeline",
-    "analysis.record checkpoint.run",
-    "analysis.cost checkpoint.hub",
-    "analysis.show checkpoint checkpoint.export checkpoint.tools",
-    "analysis training",
-    "trainers verification",
-    "derivation",
-    "launch.config launch.environment",
-    "launch.emit launch.preflight launch.start",
-    "launch.loop",
+    "base",
+    "comm plan",
+    "ops",
+    "state",
+    "watchdog",
+    "axes",
+    "checkpoint",
+    "training",
+    "tools",
     "launch",
     "cli",
     "__main__",
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS_BY_FLOOR) for room in rooms.split()}
+MAX_ENTRIES = 16
 
 COMMAND = "the command line answers without torch: a command imports what it runs when it runs"
 OPTIONAL = "an optional package"
 PRIVATE = "private names of torch, each with the version that has it"
 LAZY = {  # file to what its functions import: modules of this package in full, of others the package
-    "analysis.commands": {
-        "analysis.cost.machine": COMMAND,
-        "analysis.cost.setting": COMMAND,
-        "analysis.default_mesh": COMMAND,
-        "analysis.explain": COMMAND,
-        "analysis.fit": COMMAND,
-        "analysis.linting": COMMAND,
-        "analysis.show.page": COMMAND,
-        "analysis.show.terminal_report": COMMAND,
-        "analysis.subject": COMMAND,
-        "analysis.trace_notes": COMMAND,
-        "applied.many_objects": COMMAND,
-        "applied.report": COMMAND,
-        "models.model_source": COMMAND,
+    "tools.analysis.commands": {
+        "tools.analysis.cost.machine": COMMAND,
+        "tools.analysis.cost.setting": COMMAND,
+        "tools.analysis.default_mesh": COMMAND,
+        "tools.analysis.explain": COMMAND,
+        "tools.analysis.fit": COMMAND,
+        "tools.analysis.linting": COMMAND,
+        "tools.analysis.show.page": COMMAND,
+        "tools.analysis.show.terminal_report": COMMAND,
+        "tools.analysis.subject": COMMAND,
+        "tools.analysis.trace_notes": COMMAND,
+        "state.many_objects": COMMAND,
+        "state.report": COMMAND,
+        "plan.models.model_source": COMMAND,
     },
     "checkpoint.tools.commands": {
         "checkpoint.tools.contents": COMMAND,
@@ -72,31 +60,31 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
     },
     "cli.plans": {"cli.derived_plans": COMMAND, "cli.transformers_plans": COMMAND, "plan.hf_plans": COMMAND},
     "cli.schedule": {
-        "pipeline.schedule_chart": COMMAND,
-        "pipeline.schedules": COMMAND,
-        "pipeline.timeline": COMMAND,
+        "axes.pipeline.schedule_chart": COMMAND,
+        "axes.pipeline.schedules": COMMAND,
+        "axes.pipeline.timeline": COMMAND,
     },
     "cli.transformers_plans": {
-        "models.model_source": COMMAND,
+        "plan.models.model_source": COMMAND,
         "plan.model_facts": COMMAND,
         "transformers": OPTIONAL,
     },
-    "verification.commands": {
-        "models.model_source": COMMAND,
-        "verification.verify": COMMAND,
-        "verification.torchrun": COMMAND,
+    "tools.verification.commands": {
+        "plan.models.model_source": COMMAND,
+        "tools.verification.verify": COMMAND,
+        "tools.verification.torchrun": COMMAND,
     },
-    "pipeline.schedules": {
-        "torch_private.torch_tensors": "describing a schedule needs no torch; only comparing it with PyTorch's does",
+    "axes.pipeline.schedules": {
+        "base.torch_private.torch_tensors": "describing a schedule needs no torch; only comparing it with PyTorch's does",
     },
     "checkpoint.export.engines": {"vllm": OPTIONAL},
     "checkpoint.format.folders": {"fcntl": "missing on Windows, where folders are not locked"},
     "checkpoint.hub.adapter_folder": {"peft": OPTIONAL},
     "checkpoint.hub.hf_conversions": {"transformers": OPTIONAL},
     "checkpoint.tools.model_class": {"transformers": OPTIONAL},
-    "context.cached_calls": {"transformers": OPTIONAL},
-    "context.full_masks": {"transformers": OPTIONAL},
-    "context.stock_attention": {"transformers": OPTIONAL},
+    "axes.context.cached_calls": {"transformers": OPTIONAL},
+    "axes.context.full_masks": {"transformers": OPTIONAL},
+    "axes.context.stock_attention": {"transformers": OPTIONAL},
     "launch.commands": {
         "launch.environment.head_node": COMMAND,
         "launch.local_ranks": COMMAND,
@@ -110,31 +98,31 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
     },
     "launch.loop.token_files": {"transformers": OPTIONAL},
     "launch.preflight.base_model": {"peft": OPTIONAL},
-    "loop.wandb_logger": {"wandb": OPTIONAL},
-    "loop.loggers": {"huggingface_hub": OPTIONAL, "torch": "its writer needs tensorboard, an optional package"},
-    "models.transformers_models": {"transformers": OPTIONAL},
+    "state.loop.wandb_logger": {"wandb": OPTIONAL},
+    "state.loop.loggers": {"huggingface_hub": OPTIONAL, "torch": "its writer needs tensorboard, an optional package"},
+    "plan.models.transformers_models": {"transformers": OPTIONAL},
     "ops.vocabulary.kernel_choice": {
         "ops.vocabulary.logit_kernels": "it needs triton, which torch for CPUs does not bring"
     },
-    "torch_private.torch_dynamo": {"torch": PRIVATE},
-    "torch_private.torch_groups": {"torch": PRIVATE},
-    "torch_private.torch_tensors": {"torch": PRIVATE},
-    "trainers.trainer": {"transformers": OPTIONAL},
-    "trainers.trainer_loaders": {"transformers": OPTIONAL},
-    "trainers.trainer_weights": {"peft": OPTIONAL},
-    "vocabulary.generation.fixed_cache": {"transformers": OPTIONAL},
-    "verification.runner": {
-        "verification.threads": "they load torch.testing, which is slow to import, and serve one backend of three",
+    "base.torch_private.torch_dynamo": {"torch": PRIVATE},
+    "base.torch_private.torch_groups": {"torch": PRIVATE},
+    "base.torch_private.torch_tensors": {"torch": PRIVATE},
+    "training.trainers.trainer": {"transformers": OPTIONAL},
+    "training.trainers.trainer_loaders": {"transformers": OPTIONAL},
+    "training.trainers.trainer_weights": {"peft": OPTIONAL},
+    "axes.vocabulary.generation.fixed_cache": {"transformers": OPTIONAL},
+    "tools.verification.runner": {
+        "tools.verification.threads": "they load torch.testing, which is slow to import, and serve one backend of three",
     },
 }
 TYPES_ONLY = {
-    "analysis.commands": COMMAND,
+    "tools.analysis.commands": COMMAND,
     "checkpoint.run.checkpointer": "a type of typing_extensions in older versions of Python",
     "checkpoint.run.load_checkpoint": "the class that it describes is only named",
     "checkpoint.tools.commands": COMMAND,
     "plan.option_keywords": "dtypes of torch, and a plan file is checked without torch",
-    "training": "a type of typing_extensions in older versions of Python",
-    "verification.verify": "a type of typing_extensions in older versions of Python",
+    "training.parallelize_model": "a type of typing_extensions in older versions of Python",
+    "tools.verification.verify": "a type of typing_extensions in older versions of Python",
 }
 
 
@@ -142,7 +130,14 @@ FILES = {module_name(file): path for file, path in PATHS.items()}
 
 
 def room_of(name: str) -> str:
-    return name.rpartition(".")[0] or name
+    """The folder at the top of the package in which a file stands, as a newcomer sees it."""
+    return name.partition(".")[0]
+
+
+def part_of(name: str, folder: str) -> str:
+    """The folder inside of `folder` in which a file stands; "" for the files that lie in it."""
+    inside = name.removeprefix(f"{folder}.")
+    return inside.partition(".")[0] if "." in inside else ""
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -227,6 +222,37 @@ def test_no_cycle_of_rooms():
     assert not cycle({room: targets - {room} for room, targets in rooms.items()})
 
 
+FOLDERS = sorted({name.rpartition(".")[0] for name in FILES} - {""})
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_cycle_inside_of_a_folder(folder):
+    """Of the folders in it, and of the files that lie in it, which count as one."""
+    parts: dict[str, set[str]] = {}
+    for name, targets in edges().items():
+        if name.startswith(f"{folder}."):
+            inner = {part_of(target, folder) for target in targets if target.startswith(f"{folder}.")}
+            parts.setdefault(part_of(name, folder), set()).update(inner)
+    assert not cycle({part: targets - {part} for part, targets in parts.items()})
+
+
+def test_the_package_has_few_entries():
+    entries = {path.name for path in ROOT.iterdir()} - {"__pycache__"}
+    assert len(entries) <= MAX_ENTRIES, sorted(entries)
+
+
+def test_no_import_up_is_hidden_in_a_string():
+    """The package's map of public names, above all rooms, fills `base/providers.py`."""
+    names = {
+        (name, target)
+        for name, path in FILES.items()
+        if name != "__init__"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and (target := module_of(node.value))
+    }
+    assert not [(name, target) for name, target in names if FLOOR[room_of(target)] > FLOOR[room_of(name)]]
+
+
 def test_no_cycle_of_files():
     assert not cycle(edges())
 
@@ -241,10 +267,8 @@ def test_public_names_do_not_go_around_the_floors(line):
 
 
 def test_the_targets_of_imports_are_found():
-    lines = (
-        "from parallelize import __version__, apply, plan\nimport parallelize.base.layout, torch\nfrom torch import nn"
-    )
-    assert list(imported(ast.parse(lines))) == ["apply", "plan.__init__", "layout"]
+    lines = "from parallelize import __version__, __main__, plan\nimport parallelize.base.layout, torch\nfrom torch import nn"
+    assert list(imported(ast.parse(lines))) == ["__main__", "plan.__init__", "base.layout"]
 
 
 def inside_functions(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -278,11 +302,8 @@ def test_imports_for_types_alone_are_listed_with_their_reason():
     assert guarded - {"__init__"} == set(TYPES_ONLY)
 
 
-def test_loose_modules_are_the_words_and_the_order_of_application():
-    loose = {name for name in FILES if "." not in name}
-    words = {"errors", "layout", "mesh"}
-    public = {"collectives"}  # functions that users call by its name
-    assert loose == {"__init__", "__main__", "apply", "training"} | words | public
+def test_no_module_lies_loose_at_the_top():
+    assert {name for name in FILES if "." not in name} == {"__init__", "__main__"}
 
 
 def test_every_room_says_what_it_is_for():

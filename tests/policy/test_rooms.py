@@ -1,6 +1,6 @@
 """The tests of a room stand in the folder of its name: `parallelize/ops/matmul/` has `tests/ops/matmul/`.
 
-Tests of a file that stands in no room stand beside this folder (`tests/base/test_mesh.py`), or in a folder of the file's name.
+Tests of several rooms stand in the highest of them: all axes together in `tests/training/`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ NOT_ROOMS = {
     "support": "what tests share, and the tests of it",
     "benchmarks": "mirrors `benchmarks/`",
     "tp_plans": "mirrors `tp_plans/`",
-    "training": "mirrors the file `training.py`: all axes together",
 }
 """Folders of `tests/` without a room."""
 

@@ -106,7 +106,7 @@ def optimizer_class(described: dict[str, str]) -> type[Optimizer]:
     Raises: CheckpointError `unknown-class`, `bad-value`.
     """
     module, name = _names(described, "the optimizer")
-    if (module, name) == (Muon.__module__, Muon.__qualname__):
+    if (module, name) == Muon.saved_as:
         return Muon
     cls = getattr(torch.optim, name, None) if f"{module}.".startswith("torch.optim.") else None
     if not isinstance(cls, type) or not issubclass(cls, Optimizer) or cls is Optimizer:
@@ -228,7 +228,9 @@ def _stock_class(described: Described, where: str) -> Any:
 
 
 def _class_of(value: Any) -> dict[str, str]:
-    return {"module": type(value).__module__, "name": type(value).__qualname__}
+    cls = type(value)
+    module, name = getattr(cls, "saved_as", (cls.__module__, cls.__qualname__))
+    return {"module": module, "name": name}
 
 
 def _names(described: Any, where: str) -> tuple[str, str]:

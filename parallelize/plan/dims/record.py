@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from parallelize.base.package import FOLDER
 from parallelize.plan.dims.factors import Dim, new_dim, unify
 
 T = torch.Tensor
@@ -291,7 +292,7 @@ class Record:
         return first or second
 
 
-_TORCH, _PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+_TORCH = os.path.dirname(torch.__file__)
 
 
 _OVER_RANKS = "load_balancing_loss_func"
@@ -311,6 +312,6 @@ def _is_over_ranks() -> bool:
 
 def _model_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, FOLDER)):
         frame = frame.f_back
     return frame

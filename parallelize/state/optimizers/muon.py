@@ -51,6 +51,8 @@ class Muon(Optimizer):
     Source: Keller Jordan's Muon; arXiv:2502.16982.
     """
 
+    saved_as = ("parallelize.optimizers.muon", "Muon")
+    """Its module and name in checkpoints, wherever it stands."""
     gathers_itself = True
     """`build_optimizer` gives it shards: it does not need full parameters, although its update of an element needs others."""
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from parallelize.base.errors import ModelError, ParallelizeError, Problem
+from parallelize.base.package import FOLDER
 
-_PACKAGE = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -35,7 +35,7 @@ def summary(error: BaseException) -> str:
 def location_of(error: BaseException) -> str:
     """`file:line` of the innermost frame of the user's code: not of PyTorch, of this package or, if possible, of a library."""
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, _TORCH, "<frozen"))]
+    foreign = [frame for frame in frames if not frame.filename.startswith((FOLDER, _TORCH, "<frozen"))]
     own = [frame for frame in foreign if "site-packages" not in frame.filename and "contextlib" not in frame.filename]
     candidates = own or foreign
     return f"{candidates[-1].filename}:{candidates[-1].lineno}" if candidates else ""

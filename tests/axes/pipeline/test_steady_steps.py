@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from math import prod
@@ -24,6 +25,7 @@ from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
 
 IDS, LABELS = tiny_batch(50)
+_INSTALLING = threading.Lock()  # ranks are threads, and Python refuses to install two profile functions at once
 DECIDE = {function.__code__: function.__name__ for function in (describe, matches, resolve, tensor_rows)}
 
 
@@ -35,11 +37,13 @@ def decisions_of(run: Callable[[], Any]) -> Counter:
         if event == "call" and frame.f_code in DECIDE:
             counts[DECIDE[frame.f_code]] += 1
 
-    sys.setprofile(count)
+    with _INSTALLING:
+        sys.setprofile(count)
     try:
         run()
     finally:
-        sys.setprofile(None)
+        with _INSTALLING:
+            sys.setprofile(None)
     return counts
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallelize import Verification, assert_verified, training, verify
+from parallelize import ParallelModel, Verification, assert_verified, verify
 from parallelize.base.errors import ModelError
 from tests.tools.verification.towers import RULES, tower
 
@@ -18,21 +18,21 @@ def difference_of(result: Verification) -> str:
 
 
 def test_a_clip_that_fails_on_one_rank_is_a_difference(monkeypatch):
-    stock = training.ParallelModel.clip_grad_norm_
+    stock = ParallelModel.clip_grad_norm_
 
     def wrong(self, *args):
         if dist.get_rank() == 1:
             raise ValueError("clipping broke")
         return stock(self, *args)
 
-    monkeypatch.setattr(training.ParallelModel, "clip_grad_norm_", wrong)
+    monkeypatch.setattr(ParallelModel, "clip_grad_norm_", wrong)
     text = difference_of(verify("llama", mesh="tp=2", sequence_parallel=True))
     assert "clip_grad_norm_" in text and "clipping broke" in text
 
 
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
 def test_a_gradient_that_is_missing_is_a_difference(monkeypatch, ranks):
-    stock = training.ParallelModel.step
+    stock = ParallelModel.step
 
     def wrong(self, *args, **kwargs):
         loss = stock(self, *args, **kwargs)
@@ -40,7 +40,7 @@ def test_a_gradient_that_is_missing_is_a_difference(monkeypatch, ranks):
             self.module.lm_head.weight.grad = None
         return loss
 
-    monkeypatch.setattr(training.ParallelModel, "step", wrong)
+    monkeypatch.setattr(ParallelModel, "step", wrong)
     assert "lm_head" in difference_of(verify("llama", mesh="tp=2", sequence_parallel=False))
 
 
@@ -80,7 +80,7 @@ def test_a_loss_that_is_no_sum():
 
 def test_small_differences_have_no_kind(monkeypatch):
     """Off by more than the bound, and by less than what kinds are named by."""
-    stock = training.ParallelModel.step
+    stock = ParallelModel.step
 
     def wrong(self, *args, **kwargs):
         loss = stock(self, *args, **kwargs)
@@ -88,7 +88,7 @@ def test_small_differences_have_no_kind(monkeypatch):
             parameter.grad.mul_(1 + 1e-12)
         return loss
 
-    monkeypatch.setattr(training.ParallelModel, "step", wrong)
+    monkeypatch.setattr(ParallelModel, "step", wrong)
     result = verify(tower, RULES, "dp=2")
     assert not result.ok and result.difference is not None
     assert result.difference.kind not in ("whole", "shard", "slices")

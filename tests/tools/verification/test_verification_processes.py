@@ -20,7 +20,7 @@ from parallelize.plan.styles.notation import parse_style
 from tests.tools.verification.towers import RULES, tower
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("ranks")]
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 COMMAND = """
 import sys
@@ -30,17 +30,17 @@ sys.exit(main())
 TWICE = """
 import json, os, sys
 import torch
-from parallelize import training, verify
+from parallelize import ParallelModel, verify
 from tests.tools.verification.towers import RULES, tower
 
-rank, stock = int(os.environ["RANK"]), training.ParallelModel.step
+rank, stock = int(os.environ["RANK"]), ParallelModel.step
 def wrong(self, *args, **kwargs):
     return stock(self, *args, **kwargs) * (1.5 if rank == 1 else 1)
 results = []
 if sys.argv[1] == "existing":
     torch.distributed.init_process_group("gloo")
 for step in (stock, wrong, stock):
-    training.ParallelModel.step = step
+    ParallelModel.step = step
     results.append(verify(tower, RULES, "tp=2", backend="torchrun", timeout_s=30).ok)
 assert torch.distributed.is_initialized() == (sys.argv[1] == "existing")
 if torch.distributed.is_initialized():

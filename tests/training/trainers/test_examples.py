@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.scripts import run_script
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 pytestmark = [pytest.mark.processes, pytest.mark.sweep]
 
 

@@ -1,9 +1,1 @@
-"""PyTorch's tensor-parallel styles, with the same names, arguments and meaning, on the hot path of this package.
-
-A dict written for `torch.distributed.tensor.parallel.parallelize_module` runs unchanged. Parameters become DTensors.
-Activations are plain local tensors; DTensor inputs, and DTensor outputs (`use_local_output=False`), are supported with
-autograd. Applying a style object does not change it.
-
-Backward: the input gradient of a column style is one term of a sum over ranks, so it is all-reduced (Replicate input) or
-reduce-scattered (Shard input). The input gradient of a row style is complete.
-"""
+"""Mixtures of experts: experts split over tp, or whole on the ranks of ep; their routers, balance and recorded routes."""

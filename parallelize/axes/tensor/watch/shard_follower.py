@@ -22,6 +22,7 @@ from parallelize.axes.tensor.watch.child_reads import reads_parameter
 from parallelize.axes.tensor.watch.shard_dims import ShardDim
 from parallelize.axes.tensor.watch.shard_operations import Call, mixes, scrambles, shard_of_result
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.package import FOLDER
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.pattern import generic
 
@@ -31,8 +32,8 @@ _FACTORIES = frozenset(
     ["zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty"]
 )
 _POSITIONS = frozenset(("arange", "linspace", "range"))
-_TORCH, _PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(private.__file__))
-_DROPOUT = os.path.join(_PACKAGE, "randomness", "dropout")  # its mode passes on what the model calls
+_TORCH = os.path.dirname(torch.__file__)
+_DROPOUT = os.path.join(FOLDER, "state", "randomness", "dropout")  # its mode passes on what the model calls
 _COLLECTIVES = os.path.join(_TORCH, "distributed")
 _MIXED = "mixed torch.Tensor and DTensor"  # what DTensor says of an operation with both
 
@@ -199,7 +200,7 @@ def _caller() -> FrameType | None:
 def _model_code(frame: FrameType) -> FrameType:
     """The innermost frame, from this one, of the user's code."""
     outer: FrameType | None = frame
-    while outer is not None and outer.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
+    while outer is not None and outer.f_code.co_filename.startswith((_TORCH, FOLDER)):
         outer = outer.f_back
     return outer or frame
 
@@ -211,4 +212,4 @@ def _place(frame: FrameType) -> str:
 def _is_of_model(frame: FrameType, modules: list[nn.Module]) -> bool:
     """Whether an operation is one of the model's own code or of a stock module, rather than of a conversion at a boundary."""
     name = frame.f_code.co_filename
-    return not name.startswith(_PACKAGE) or name.endswith("planned_forward.py")
+    return not name.startswith(FOLDER) or name.endswith("planned_forward.py")

@@ -17,13 +17,14 @@ from torch import nn
 from torch.utils import checkpoint
 
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.package import FOLDER
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_PACKAGE = FOLDER + os.sep
 _DTENSOR = os.path.join(_TORCH, "distributed", "tensor") + os.sep
 _MODULES = nn.modules.module.__file__
 _INDUCTOR = "torch._inductor."  # begins the name of the module that a compiled graph's file is
-_UNITS = os.path.join(_PACKAGE, "recomputation", "unit.py")
+_UNITS = os.path.join(_PACKAGE, "axes", "recomputation", "unit.py")
 
 
 class DrawCall(NamedTuple):

@@ -73,7 +73,7 @@ def state_of(frame: FrameType | None) -> State:
     """What a thread does, by its stack: nothing while the other has its turn, a wait, a forward, a backward."""
     stack = list(_callers(frame))
     if not stack or stack[0].f_code.co_filename == threading.__file__:
-        turns = (Turns.hand_over.__code__, run_in_turns.__code__)
+        turns = (Turns.yield_turn.__code__, run_in_turns.__code__)
         waits_for_its_turn = any(caller.f_code in turns for caller in stack)
         return ("", "") if waits_for_its_turn or not _computes(stack) else ("", "waits for a message")
     if not _computes(stack):

@@ -81,6 +81,6 @@ def _wait(work: dist.Work | None) -> None:
     """Some backends have waited already, and return nothing."""
     if work is not None:
         try:
-            turns.hand_over()
+            turns.yield_turn()
         finally:
             work.wait()

@@ -23,7 +23,7 @@ from parallelize.comm import blocking, functional, wired_exchange
 from parallelize.comm.link_profile import LinkProfile
 from parallelize.comm.meshes import mesh_spec
 from parallelize.comm.shared_memory import SharedMemory
-from parallelize.comm.turns import hand_over, takes_turns
+from parallelize.comm.turns import takes_turns, yield_turn
 
 _BY_KEY: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # key -> Group
 
@@ -248,7 +248,7 @@ class Group:
         elif takes_turns():
             out, work = self.start_all_to_all(x, sent, received)
             try:
-                hand_over()
+                yield_turn()
             finally:
                 work.wait()
         else:

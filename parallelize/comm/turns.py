@@ -7,7 +7,7 @@
 Only one of the two threads runs at any time, and a turn ends only where the code says so, never after a time. So the order
 of everything that a rank does, messages included, is the same on every rank and in every repetition, and state that both
 share needs no locks. That holds as long as every rank of a group hands over at the same calls: whether a call hands over may
-depend on nothing that differs between ranks. Outside of `run_in_turns`, `hand_over` reads one number.
+depend on nothing that differs between ranks. Outside of `run_in_turns`, `yield_turn` reads one number.
 
 Source: the overlap of two microbatches is that of Wang et al., Domino, arXiv:2409.15241 (two parts of a batch) and of
 DualPipe, arXiv:2412.19437 (a forward beside a backward); here it is in the transport, so that models stay as they are.
@@ -49,7 +49,7 @@ class Turns:
         self._turn, self._ended = 0, [False, False]
         self.error: BaseException | None = None
 
-    def hand_over(self, index: int) -> None:
+    def yield_turn(self, index: int) -> None:
         """Let the other run until it hands over or ends. Raises: OtherFailedError."""
         with self._changed:
             if not self._ended[1 - index]:
@@ -107,10 +107,10 @@ def run_in_turns(first: Callable[[], None], second: Callable[[], None], worker: 
         raise turns.error
 
 
-def hand_over() -> None:
+def yield_turn() -> None:
     """Let the other computation run, if this thread takes turns with one."""
     if _running and (turns := _LANE.turns) is not None:
-        turns.hand_over(_LANE.index)
+        turns.yield_turn(_LANE.index)
 
 
 def takes_turns() -> bool:

@@ -44,7 +44,7 @@ from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.environment.head_node import resolve_head
 from parallelize.launch.environment.launcher import Launcher
 from parallelize.launch.environment.torch_variables import set_torch_variables
-from parallelize.launch.loop.build_run import Surroundings, build_run, note_peaks, report_folder
+from parallelize.launch.loop.build_run import RunEnvironment, build_run, note_peaks, report_folder
 from parallelize.launch.loop.memory_report import is_out_of_memory, write_memory_report
 from parallelize.launch.name_checks import check_names
 from parallelize.launch.preflight.mesh_choice import ChosenMesh, choose_mesh
@@ -155,7 +155,7 @@ def _run(this: _Rank, other_mesh: bool, dry_run: bool) -> int:
         this.tell("dry run: the preflight is done")
         return FINE
     with ExitStack() as stack:
-        around = Surroundings(chosen, mesh, this.device, this.predicted, this.tell)
+        around = RunEnvironment(chosen, mesh, this.device, this.predicted, this.tell)
         loop = build_run(config, around, stack)
         if config.watch_s:
             loop.watching = partial(watch, mesh, timeout_s=config.watch_s, folder=config.watch_folder)

@@ -30,7 +30,7 @@ class Receiver(Protocol):
         """Take a gradient while the pass ends."""
 
 
-class CompletedGradients:
+class GradientCollector:
     """The completed gradients of one model.
 
     Args:
@@ -55,7 +55,7 @@ class CompletedGradients:
         _receive(self._recorder.close())
 
     def __reduce__(self):
-        return CompletedGradients, ()
+        return GradientCollector, ()
 
 
 _NUMBERS = count()

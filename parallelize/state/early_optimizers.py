@@ -42,7 +42,7 @@ def refuse_early_optimizers(module: nn.Module, replaced: Iterable[str] | None = 
         raise ModelError(Problem("early-optimizer", what, fix=fix))
 
 
-def give_new_parameters(replaced: Sequence[tuple[Any, Any]]) -> None:
+def rebind_parameters(replaced: Sequence[tuple[Any, Any]]) -> None:
     """Let lists and dictionaries that have parameters of the model, as those of optimizers, have what takes their places.
 
     Args:

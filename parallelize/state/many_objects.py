@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_cycles() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Within the block, objects are freed as their last references go."""
     if not gc.isenabled():  # also within another block, which ends later or, of another thread, at any time
         yield

@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
-from parallelize.state.completed_gradients import CompletedGradients
+from parallelize.state.completed_gradients import GradientCollector
 
 MAX_OPEN = 8  # backward passes inside each other (reentrant recompute); older entries are of passes that failed
 
@@ -89,7 +89,7 @@ class PendingReductions:
     """Unreduced gradients of one parallelized model, by backward pass."""
 
     def __init__(self) -> None:
-        self.completed = CompletedGradients(self._finish)
+        self.completed = GradientCollector(self._finish)
         self._open: dict[int, list[_Entry]] = {}
         self._collected: list[_Entry] = []
         self._accumulated: dict[int, _Entry] | None = None

@@ -117,7 +117,7 @@ class Cut:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Applied:
+class ModuleState:
     """What was applied to one module. A field is None, or empty, until its step has run.
 
     A field that only the room of its step reads is an `object` here; `step_results.expected` gives it back as its class.
@@ -181,7 +181,7 @@ class Applied:
     plan_later: Callable[[nn.Module], None] | None = None
     stage_adapters: Callable[[nn.Module], None] | None = None
 
-    def __deepcopy__(self, memo: dict) -> Applied:
+    def __deepcopy__(self, memo: dict) -> ModuleState:
         return replace(self, **{key: copy.deepcopy(value, memo) for key, value in self._fields().items()})
 
     def __reduce__(self) -> Any:
@@ -198,14 +198,14 @@ class Applied:
 _PICKLED = {"name", "resolved", "recipe", "rebuilt_buffers", "route_replay", "router", "exporters"}
 
 
-def _restored(values: dict[str, Any]) -> Applied:
-    return Applied(**values)
+def _restored(values: dict[str, Any]) -> ModuleState:
+    return ModuleState(**values)
 
 
-_NOT_APPLIED = Applied()
+_NOT_APPLIED = ModuleState()
 
 
-def applied(module: nn.Module) -> Applied:
+def applied(module: nn.Module) -> ModuleState:
     """What was applied to this module."""
     return module.__dict__.get(KEY, _NOT_APPLIED)
 
@@ -232,7 +232,7 @@ def resolution_so_far(module: nn.Module) -> ResolvedPlan:
 
 def facts_of(module: nn.Module) -> ModelFacts:
     """Names, shapes and ties of the full model: as they are now, or as they were before it was cut into stages."""
-    cut = cut_of(module)
+    cut = pipeline_cut(module)
     if cut is None:
         return describe(module)
     modules = dict(module.named_modules())  # of a copy of the model, others
@@ -253,14 +253,14 @@ def not_parallelized(module: nn.Module) -> ModelError:
     )
 
 
-def cut_of(module: nn.Module) -> Cut | None:
+def pipeline_cut(module: nn.Module) -> Cut | None:
     """The pipeline stages that this model was cut into, or None."""
     return applied(module).cut
 
 
 def part_of(module: nn.Module, model: ModelFacts) -> ModelFacts:
     """The facts of this rank's part of the model."""
-    cut = cut_of(module)
+    cut = pipeline_cut(module)
     return model if cut is None else model.restricted(cut.present, model.objects)
 
 

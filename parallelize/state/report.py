@@ -15,9 +15,9 @@ from parallelize.plan.rows import ParameterRow
 from parallelize.plan.styles.contract import Conversion
 from parallelize.state.records import (
     Cut,
-    cut_of,
     not_parallelized,
     part_of,
+    pipeline_cut,
     record_of,
     require_record,
     resolution_of,
@@ -41,7 +41,7 @@ def describe_plan(module: nn.Module) -> str:
         raise not_parallelized(module)
     record = record_of(module)
     if record is None and full.plan.kept:
-        return "\n".join([*_kept_styles(full), *_other_axes(full, cut_of(module))])
+        return "\n".join([*_kept_styles(full), *_other_axes(full, pipeline_cut(module))])
     resolved = record.resolved if record is not None else full.restricted(part_of(module, full.facts))
     tp_size = resolved.tp_size
     counts: dict[tuple[str, ...], int] = {}
@@ -65,7 +65,7 @@ def describe_plan(module: nn.Module) -> str:
             f"{local_total:,} of {full_total:,} parameters on this rank ({percent:.1f}%; 1/tp is {100 / tp_size:.1f}%)",
             *(_communication(resolved) if tp_size > 1 else []),
             *_kept_styles(full),
-            *_other_axes(full, cut_of(module)),
+            *_other_axes(full, pipeline_cut(module)),
         ]
     )
 

@@ -18,7 +18,7 @@ from parallelize.comm.meshes import mesh_spec
 from parallelize.plan.model_facts import ParameterFacts
 from parallelize.state.layout_tensor.layout_dtensor import layout_of
 from parallelize.state.layout_tensor.local_pairs import layout_axis
-from parallelize.state.records import Cut, applied, cut_of, mesh_of, not_parallelized, record_of
+from parallelize.state.records import Cut, applied, mesh_of, not_parallelized, pipeline_cut, record_of
 from parallelize.state.sharding import rows_by_name
 from parallelize.state.stage_values import planned_root
 from parallelize.state.stored_slices import named_once
@@ -84,7 +84,7 @@ class _Ranks:
     """What each rank stores of a model, as far as this one can tell from its own part and the plan."""
 
     def __init__(self, root: nn.Module):
-        self.root, self.cut, self.record = root, cut_of(root), record_of(root)
+        self.root, self.cut, self.record = root, pipeline_cut(root), record_of(root)
         self.rows = rows_by_name(self.record) if self.record is not None else {}
 
     def infos(self) -> Iterator[ShardInfo]:

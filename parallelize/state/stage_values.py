@@ -19,7 +19,7 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.state.layout_tensor.layout_dtensor import layout_of, wrap_like
 from parallelize.state.layout_tensor.stored_order import layout_group, unshard
-from parallelize.state.records import Cut, applied, cut_of, mark_of
+from parallelize.state.records import Cut, applied, mark_of, pipeline_cut
 
 
 class _Source(NamedTuple):
@@ -50,7 +50,7 @@ class StageValues:
         prefix, root = planned_root(module)
         _refuse_part(module, root)
         self._local, self._wanted, self._prefix = local, wanted, f"{prefix}." if prefix else ""
-        cut = cut_of(root)
+        cut = pipeline_cut(root)
         self._cut = cut if cut is not None and cut.group.size > 1 else None
         self._sources: dict[str, _Source] = {}
         self._is_sent = False
@@ -155,7 +155,7 @@ def planned_root(module: nn.Module) -> tuple[str, nn.Module]:
 
 def _refuse_part(module: nn.Module, root: nn.Module) -> None:
     """Raises: ModelError `part-of-stages`: which rank has what is a record of the model, not of the modules inside."""
-    if cut_of(root) is not None:
+    if pipeline_cut(root) is not None:
         return
     is_cut = any(mark_of(parameter).stage is not None for parameter in module.parameters())
     if is_cut or any(applied(inner).absent for inner in module.modules()):

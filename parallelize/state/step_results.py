@@ -35,7 +35,7 @@ class ParameterSlot(Protocol):
 
 
 class PlannedModule(Protocol):
-    """What a planned module runs with: a `tensor.planned_forward.Planned`."""
+    """What a planned module runs with: a `tensor.planned_forward.ModuleRuntime`."""
 
     @property
     def slots(self) -> Iterable[ParameterSlot]: ...

@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.base.errors import ModelError, Problem
-from parallelize.state.records import applied, cut_of
+from parallelize.state.records import applied, pipeline_cut
 
 _FIXES = {
     "save_pretrained": "parallelize.save_pretrained(model, folder) on every rank; or model.save_pretrained(folder, "
     "state_dict=state) on rank 0, after state = full_state_dict(model) on every rank",
     "resize_token_embeddings": "resize before the plan is applied",
 }
-# adapters that are added are planned, and given to the reduction over data axes, before the next forward: `axes/tensor/install/later_adapters.py`
+# adapters that are added are planned, and given to the reduction over data axes, before the next forward: `axes/tensor/install/added_adapters.py`
 
 
 def guard_stock_methods(module: nn.Module) -> None:
@@ -66,7 +66,7 @@ def _stored_here(model: nn.Module) -> str:
     """What a rank stores of a model, where that is not all of it."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return "shards of them"
-    is_cut = cut_of(model) is not None or any(applied(inner).absent for inner in model.modules())
+    is_cut = pipeline_cut(model) is not None or any(applied(inner).absent for inner in model.modules())
     return "those of its pipeline stages" if is_cut else ""
 
 

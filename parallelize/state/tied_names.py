@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from parallelize.state.records import cut_of, record_of
+from parallelize.state.records import pipeline_cut, record_of
 
 
 def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -20,7 +20,7 @@ def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     Returns: for each parameter with several names, all of them, the first one first. Those of the plan's `ties:` are listed too.
     Cost: no communication.
     """
-    cut, record = cut_of(module), record_of(module)
+    cut, record = pipeline_cut(module), record_of(module)
     resolved = cut.resolved if cut is not None else record.resolved if record is not None else None
     groups: list[tuple[str, ...]] = []
     if resolved is not None:

@@ -48,7 +48,7 @@ from parallelize.state.quantization.other_quantizers import refuse_other_quantiz
 from parallelize.state.randomness.dropout.call_sites import refused_modules
 from parallelize.state.randomness.dropout.install import drops, install_draws, install_dropout, unknown_layouts
 from parallelize.state.randomness.init.initialize import initialize as draw
-from parallelize.state.records import cut_of
+from parallelize.state.records import pipeline_cut
 from parallelize.state.storage import Storage
 from parallelize.training.data.prepared_by_accelerate import guard_accelerate
 from parallelize.training.parallelize_module import apply_plan, check_by_trace
@@ -228,7 +228,7 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
     if initialize is None and any(parameter.is_meta for parameter in module.parameters()):
         fix = "initialize=0 (a seed), a folder of weights, or a function that fills the model"
         raise ModelError(Problem("meta-without-values", "the model is on meta, so it has no values", fix=fix))
-    if cut_of(module) is not None or data_of(module) is not None:
+    if pipeline_cut(module) is not None or data_of(module) is not None:
         what = "a part of this work has been done on the model already"
         raise ModelError(Problem("wrong-order", what, fix="call parallelize_model alone, or each part by itself"))
     if spec.ranks("pp") > 1:

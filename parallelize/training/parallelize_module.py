@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize.axes.context.context_parallel import apply_context, check_context, on_context
+from parallelize.axes.tensor.install.added_adapters import plan_later_adapters
 from parallelize.axes.tensor.install.installer import Installer
-from parallelize.axes.tensor.install.later_adapters import plan_later_adapters
 from parallelize.axes.tensor.install.later_resizing import serve_resizing
 from parallelize.axes.tensor.install.module_checks import problems_of_modules
 from parallelize.axes.tensor.install.peft_prompts import unserved_prefixes
@@ -54,7 +54,7 @@ from parallelize.state.early_optimizers import refuse_early_optimizers
 from parallelize.state.gradient_guard import NOT_REDUCED, guard_gradients
 from parallelize.state.gradient_inputs import refuse_gradient_inputs
 from parallelize.state.loop.stock_clip import serve_several_meshes
-from parallelize.state.many_objects import without_cycles
+from parallelize.state.many_objects import gc_paused
 from parallelize.state.meta_buffers import guard_buffers
 from parallelize.state.module_moves import guard_moves
 from parallelize.state.offloaded_models import refuse_offloaded
@@ -68,10 +68,10 @@ from parallelize.state.records import (
     PlanRecord,
     applied,
     axis_of_layout,
-    cut_of,
     facts_of,
     mark_applied,
     part_of,
+    pipeline_cut,
     record_of,
     resolution_of,
 )
@@ -193,7 +193,7 @@ def apply_plan(
     if storage.check_replicated is not False and tp.size > 1:
         names = _full_on_each_rank(module, agreed.plan, storage.compares)
         compare_weights(module, mesh, tp, "tp", names)
-    with without_cycles(), Transaction(module):
+    with gc_paused(), Transaction(module):
         if agreed.resolved.plan.kept:
             _apply_kept(module, mesh, agreed.resolved, storage)
             refuse_training_of_unclaimed(agreed.plan, agreed.model)
@@ -233,7 +233,7 @@ def _agree_on_plan(
 ) -> _Agreed:
     """Resolve and check the plan, and compare what it depends on over ranks; or raise the same error on every rank."""
     tp = tp_mesh(mesh)
-    with agree_on(mesh, timeout_s) as facts, without_cycles():
+    with agree_on(mesh, timeout_s) as facts, gc_paused():
         facts |= storage.facts()
         require_module(module)
         refuse_other_quantizers(module)
@@ -280,7 +280,7 @@ def _refuse_styles_of_codes(resolved: ResolvedPlan) -> None:
 def _replaced(module: nn.Module, plan: ResolvedPlan) -> Iterator[str]:
     """The names of the parameters that become DTensors, which other objects must not refer to."""
     yield from (name for row in plan.parameters.values() if not row.plain for name in row.fact.names)
-    cut = cut_of(module)
+    cut = pipeline_cut(module)
     for item in plan.plan.kept:
         if cut is None or cut.present(item.fqn):
             prefix = f"{item.fqn}." if item.fqn else ""
@@ -388,7 +388,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
 
 def _apply_kept(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, storage: Storage) -> None:
     """A dict of styles as PyTorch applies it. What an earlier plan of the model says stays."""
-    earlier, cut = resolution_of(module), cut_of(module)
+    earlier, cut = resolution_of(module), pipeline_cut(module)
     styles = [(item.fqn, item.style) for item in resolved.plan.kept if cut is None or cut.present(item.fqn)]
     apply_styles(module, styles, tp_mesh(mesh), storage.src_data_rank)
     if any(isinstance(style, ModuleStyle) for _, style in styles):

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import svg
 from benchmarks.step_timeline import Sampler, link_spans, spans_of
-from parallelize.comm.turns import hand_over, run_in_turns
+from parallelize.comm.turns import run_in_turns, yield_turn
 
 
 def test_neighboring_samples_of_a_state_are_one_span():
@@ -31,7 +31,7 @@ class _Message:
 
 def test_a_thread_whose_turn_it_is_not_has_no_span_and_one_that_waits_for_a_message_has_its_own():
     def forward() -> None:
-        hand_over()
+        yield_turn()
         _compute(0.05)
 
     def backward() -> None:

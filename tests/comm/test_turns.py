@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from parallelize.comm.turns import OtherFailedError, hand_over, run_in_turns, takes_turns
+from parallelize.comm.turns import OtherFailedError, run_in_turns, takes_turns, yield_turn
 
 NAME: ContextVar[str] = ContextVar("NAME")
 
@@ -22,7 +22,7 @@ def writer(log: list[str], name: str, turns: int):
     def write() -> None:
         for turn in range(turns):
             log.append(f"{name}{turn}")
-            hand_over()
+            yield_turn()
         log.append(f"{name} ends")
 
     return write
@@ -47,13 +47,13 @@ def test_the_error_of_one_ends_the_other_at_its_next_turn(worker, failing):
     ended = []
 
     def fails() -> None:
-        hand_over()
+        yield_turn()
         raise ValueError("bang")
 
     def runs() -> None:
         try:
             for _ in range(5):
-                hand_over()
+                yield_turn()
         except OtherFailedError:
             ended.append(True)
             raise
@@ -67,13 +67,13 @@ def test_the_error_of_one_ends_the_other_at_its_next_turn(worker, failing):
 
 def test_a_handler_of_the_other_hides_no_error(worker):
     def fails() -> None:
-        hand_over()
+        yield_turn()
         raise ValueError("the first error")
 
     def wraps() -> None:
         try:
             for _ in range(3):
-                hand_over()
+                yield_turn()
         except Exception:
             raise RuntimeError("another one") from None
 
@@ -85,13 +85,13 @@ def test_an_interrupt_ends_both(worker):
     ended = []
 
     def interrupted() -> None:
-        hand_over()
+        yield_turn()
         raise KeyboardInterrupt
 
     def runs() -> None:
         try:
             while True:
-                hand_over()
+                yield_turn()
         finally:
             ended.append(True)
 
@@ -116,4 +116,4 @@ def test_the_second_has_the_context_of_the_first(worker):
 
 def test_outside_of_a_pair_nothing_is_handed_over():
     assert not takes_turns()
-    hand_over()
+    yield_turn()

@@ -17,7 +17,7 @@ from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.plan import resolve as decisions
 from parallelize.plan.models.model_source import ModelSource
 from parallelize.plan.schema import Tie
-from parallelize.state.records import applied, cut_of, record_of
+from parallelize.state.records import applied, pipeline_cut, record_of
 from parallelize.tools.analysis.record.fake_world import fake_mesh
 from tests.support.models import tiny_model
 
@@ -44,7 +44,7 @@ def change(monkeypatch: pytest.MonkeyPatch, name: str, edit: Any) -> None:
 def test_the_stages_of_a_pipeline(monkeypatch):
     def readers() -> list[Any]:
         with trained("pp=2") as (model, text):
-            start = cut_of(model).stages.starts[1]
+            start = pipeline_cut(model).stages.starts[1]
             has_layer = "model.layers.0.mlp.up_proj.weight" in dict(model.named_parameters())
             stored = ModelOnMesh(model).writes("model.layers.0.mlp.up_proj.weight")
         return [start, has_layer, stored, "model.layers.0" in text.splitlines()[-1], explained("pp=2").ranks[0].units]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from parallelize.state.completed_gradients import CompletedGradients
+from parallelize.state.completed_gradients import GradientCollector
 
 
 class Receiver:
@@ -44,7 +44,7 @@ class Note(torch.autograd.Function):
         return grad, None, None
 
 
-def leaves(completed: CompletedGradients, events: list[str], count: int = 2):
+def leaves(completed: GradientCollector, events: list[str], count: int = 2):
     made = []
     for _ in range(count):
         leaf = torch.ones(3, requires_grad=True)
@@ -61,7 +61,7 @@ def loss_of(early: torch.Tensor, late: torch.Tensor, events: list[str], fails=No
 
 def test_gradients_are_delivered_once_when_the_pass_ends():
     events: list[str] = []
-    early, late = leaves(CompletedGradients(), events)
+    early, late = leaves(GradientCollector(), events)
     loss_of(early, late, events).backward()
     assert events == ["backward", "delivered", "delivered"]
     assert early.receiver.param.grad.tolist() == [2.0] * 3 and late.receiver.param.grad.tolist() == [2.0] * 3
@@ -70,7 +70,7 @@ def test_gradients_are_delivered_once_when_the_pass_ends():
 
 def test_each_pass_records_anew():
     events: list[str] = []
-    early, late = leaves(CompletedGradients(), events)
+    early, late = leaves(GradientCollector(), events)
     for _ in range(3):
         early.receiver.param.grad = late.receiver.param.grad = None
         loss_of(early, late, events).backward()
@@ -80,7 +80,7 @@ def test_each_pass_records_anew():
 
 def test_an_accumulating_pass_adds_at_once():
     events: list[str] = []
-    early, late = leaves(CompletedGradients(), events)
+    early, late = leaves(GradientCollector(), events)
     loss_of(early, late, events).backward()
     events.clear()
     loss_of(early, late, events).backward()
@@ -91,7 +91,7 @@ def test_an_accumulating_pass_adds_at_once():
 @pytest.mark.parametrize("again", ["the same graph", "a new graph"])
 def test_a_pass_that_fails_adds_nothing(again):
     events: list[str] = []
-    early, late = leaves(CompletedGradients(), events)
+    early, late = leaves(GradientCollector(), events)
     loss = loss_of(early, late, events, fails=[True])
     with pytest.raises(RuntimeError, match="no memory"):
         loss.backward(retain_graph=True)
@@ -102,7 +102,7 @@ def test_a_pass_that_fails_adds_nothing(again):
 
 def test_a_delivery_that_fails_drops_the_others():
     events: list[str] = []
-    early, late = leaves(CompletedGradients(), events)
+    early, late = leaves(GradientCollector(), events)
 
     def refuse(grad):
         raise ValueError("refused")
@@ -119,7 +119,7 @@ def test_a_delivery_that_fails_drops_the_others():
 
 def test_passes_inside_each_other():
     events: list[str] = []
-    early, late = leaves(CompletedGradients(), events)
+    early, late = leaves(GradientCollector(), events)
     hidden = checkpoint(
         lambda x: Note.apply(x * early, events, None), torch.ones(3, requires_grad=True), use_reentrant=True
     )
@@ -128,7 +128,7 @@ def test_passes_inside_each_other():
 
 
 def test_copies_share_nothing():
-    completed = CompletedGradients()
+    completed = GradientCollector()
     leaves(completed, [])
     assert copy.deepcopy(completed) is not completed
-    assert isinstance(pickle.loads(pickle.dumps(completed)), CompletedGradients)
+    assert isinstance(pickle.loads(pickle.dumps(completed)), GradientCollector)

@@ -63,7 +63,11 @@ def test_a_tie_of_the_plan_adds_to_a_parameter_that_modules_share(monkeypatch, m
     facts = {name: SimpleNamespace(fqn=name, names=shared) for name, shared in names.items()}
     tie = SimpleNamespace(members=members)
     resolved = SimpleNamespace(facts=SimpleNamespace(parameters=facts), ties=(tie,))
-    found = {"cut_of": None, "record_of": None, "cut_of" if is_cut else "record_of": SimpleNamespace(resolved=resolved)}
+    found = {
+        "pipeline_cut": None,
+        "record_of": None,
+        "pipeline_cut" if is_cut else "record_of": SimpleNamespace(resolved=resolved),
+    }
     for name, value in found.items():
         monkeypatch.setattr(f"parallelize.state.tied_names.{name}", lambda module, value=value: value)
     assert tied_names(model) == (("a.weight", "b.weight", "c.weight"),)

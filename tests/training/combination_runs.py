@@ -219,7 +219,7 @@ class Unsharded(Run):
         pass
 
 
-class Planned(Run):
+class ModuleRuntime(Run):
     def __init__(self, case: Combination, module: nn.Module, axes: dict[str, int], options: dict[str, Any]):
         super().__init__(case, module)
         self.axes = axes
@@ -378,7 +378,7 @@ class Comparison:
         ALIASES[:] = _aliases(stock)
         self.unsharded = Unsharded(case, copy.deepcopy(stock))
         self.errors: dict[str, float] = {}
-        self.planned = Planned(case, stock, case.axes, dict(case.options))
+        self.planned = ModuleRuntime(case, stock, case.axes, dict(case.options))
         self.keeps_gradients = False
 
     def compare(self, what: str, actual: Tensors, expected: Tensors) -> None:

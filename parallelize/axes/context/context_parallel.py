@@ -38,7 +38,7 @@ from parallelize.state.local_config import LocalConfig
 from parallelize.state.other_wrappers import refuse_wrappers
 from parallelize.state.randomness.dropout.install import install_draws
 from parallelize.state.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
-from parallelize.state.records import cut_of, facts_of, mark_applied, record_of, resolution_of
+from parallelize.state.records import facts_of, mark_applied, pipeline_cut, record_of, resolution_of
 from parallelize.state.step_results import expected
 from parallelize.state.transaction import Transaction
 
@@ -149,7 +149,7 @@ def _install(module: nn.Module, context: Context, inputs: ContextInputs) -> None
     if registered:
         register()
         register_masks()
-    cut = cut_of(module)
+    cut = pipeline_cut(module)
     named = dict(module.named_modules())  # in a pipeline, modules of other stages exist in name only
     present = {name: inner for name, inner in named.items() if cut is None or cut.present(name)}
     attention = {fqn: kind for fqn, kind in context.attention.items() if fqn in present}

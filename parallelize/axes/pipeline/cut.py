@@ -30,7 +30,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stage_ranks import ranks_of_stages
 from parallelize.plan.stages import Assignment, Costs
-from parallelize.state.records import Cut, StageMark, cut_of, mark_applied, mark_parameter, record_of
+from parallelize.state.records import Cut, StageMark, mark_applied, mark_parameter, pipeline_cut, record_of
 from parallelize.state.stock_methods import guard_stock_methods
 
 
@@ -120,7 +120,7 @@ def pp_group(mesh: DeviceMesh) -> Any:
 def check_uncut(module: nn.Module) -> None:
     """Raises: ModelError `already-cut`, `wrong-order`, `foreign-recompute`, `router-loss`."""
     refuse_router_loss(module)
-    if cut_of(module) is not None:
+    if pipeline_cut(module) is not None:
         raise ModelError(
             Problem(
                 "already-cut", f"{type(module).__name__} is split into stages already", fix="call cut_pipeline once"

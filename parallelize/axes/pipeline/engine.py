@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.axes.pipeline import failure
 from parallelize.axes.pipeline.batch_reader import BatchReader
-from parallelize.axes.pipeline.microbatch_inputs import MicrobatchInputs
-from parallelize.axes.pipeline.pair_trial import PairTrial
-from parallelize.axes.pipeline.paired_actions import (
-    PairRunner,
+from parallelize.axes.pipeline.interleave_trial import PairTrial
+from parallelize.axes.pipeline.interleaved_actions import (
+    InterleavedRunner,
     check_overlap_of_microbatches,
     may_overlap_microbatches,
 )
+from parallelize.axes.pipeline.microbatch_inputs import MicrobatchInputs
 from parallelize.axes.pipeline.replica_check import ReplicaCheck
 from parallelize.axes.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.axes.pipeline.stage_adapters import active_adapters, adapted_layers_of
@@ -41,7 +41,7 @@ from parallelize.comm.meshes import mesh_spec
 from parallelize.state.forward_rows import BatchPart
 from parallelize.state.later_changes import plan_changes
 from parallelize.state.randomness.dropout.position import Clock, Position
-from parallelize.state.records import Cut, cut_of, mark_applied, record_of
+from parallelize.state.records import Cut, mark_applied, pipeline_cut, record_of
 from parallelize.watchdog.watching import follows_from_another_rank, telling_of
 
 log = logging.getLogger("parallelize")
@@ -111,7 +111,7 @@ class Pipeline:
         self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
         self.steps_done = 0
         self._first_sequence: int | None = None  # of this data rank, in the global batch; None until something is drawn
-        self.cut = cut_of(module)
+        self.cut = pipeline_cut(module)
         self.spec = mesh_spec(mesh)
         self.group = self.cut.group if self.cut is not None else Group.alone()
         self.schedule = self._schedule(schedule, num_microbatches, stages_per_rank)
@@ -144,7 +144,7 @@ class Pipeline:
         self._trained: tuple[bool, ...] | None = None  # at the last call
         self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
         self._spans: list[tuple[Action, float, float]] = []
-        self.run_pair = PairRunner(self.device) if overlap_microbatches else None
+        self.run_pair = InterleavedRunner(self.device) if overlap_microbatches else None
         measured = overlap_microbatches == "auto" and mesh.size() > 1
         self.pair_trial = PairTrial(self._report_pairs) if measured else None
         self.record = False
@@ -294,8 +294,8 @@ class Pipeline:
     def _take_changes(self) -> None:
         """Plan the adapters that the model got since the last call: what stages send may be other tensors, of other gradients."""
         plan_changes(self.module)
-        if cut_of(self.module) is not self.cut:
-            self.cut = cut_of(self.module)
+        if pipeline_cut(self.module) is not self.cut:
+            self.cut = pipeline_cut(self.module)
             self.runner.release()
             self.runner = _runner(self.module, self.cut, self.runner.region)
             self._adapted = adapted_layers_of(self.module)

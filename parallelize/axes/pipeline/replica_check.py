@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.axes.pipeline.rank_weights import weight_in, weight_of
 from parallelize.axes.pipeline.ties import TieGroup, Ties
+from parallelize.axes.pipeline.zero_sum_weights import weight_in, weight_of
 from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.sketches import apart, is_replicated, replicated_over, sketches
 from parallelize.base.errors import Problem, short_list

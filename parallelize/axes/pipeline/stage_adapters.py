@@ -27,7 +27,7 @@ from parallelize.plan.resolve import resolve_again
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.state.later_changes import when_changed
 from parallelize.state.peft_reads import guard_peft_reads
-from parallelize.state.records import Cut, applied, cut_of, mark_applied, mark_parameter, resolution_so_far
+from parallelize.state.records import Cut, applied, mark_applied, mark_parameter, pipeline_cut, resolution_so_far
 
 _CALL = "the next step, after adapters were added"
 _FIRST = "get_peft_model(model, config) first, then parallelize_model(model, mesh)"
@@ -57,7 +57,7 @@ class StageAdapters:
 
         Raises: ModelError `added-parameter`; PlanError `unplanned-adapter`; HandshakeError `ranks-disagree`, `ranks-missing`.
         """
-        cut = cut_of(module)
+        cut = pipeline_cut(module)
         if not self._is_changed or cut is None:
             return
         self._is_changed = False

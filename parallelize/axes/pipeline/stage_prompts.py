@@ -16,7 +16,7 @@ from typing import Any
 from parallelize.base.errors import ModelError, Problem
 from parallelize.plan.learned_prompts import PREFIX_ENCODER
 from parallelize.state.later_prompts import replace_once
-from parallelize.state.records import cut_of
+from parallelize.state.records import pipeline_cut
 
 
 def serve_prompts() -> None:
@@ -31,7 +31,7 @@ def _before_the_cut(stock: Callable[..., Any]) -> Callable[..., Any]:
     """`PeftModel._setup_prompt_encoder`. Raises: ModelError `added-parameter` of prompts around a model that is cut: steps would not run them."""
 
     def setup(peft_model: Any, adapter_name: str) -> Any:
-        if cut_of(peft_model) is None and cut_of(peft_model.base_model) is not None:
+        if pipeline_cut(peft_model) is None and pipeline_cut(peft_model.base_model) is not None:
             what = "prompts were added around a model that is cut into stages, whose steps would run without them"
             fix = "get_peft_model(model, config) first, then parallelize_model(model, mesh)"
             raise ModelError(Problem("added-parameter", what, fix=fix))
@@ -52,7 +52,7 @@ def _by_call(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _called(peft_model: Any) -> Iterator[None]:
     config, encoder = peft_model.active_peft_config, peft_model.prompt_encoder[peft_model.active_adapter]
     is_read = config.inference_mode and type(encoder).__name__ == PREFIX_ENCODER
-    if cut_of(peft_model) is None or not is_read:
+    if pipeline_cut(peft_model) is None or not is_read:
         yield
         return
     before = encoder.prefix_projection

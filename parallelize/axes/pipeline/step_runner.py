@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from parallelize.axes.pipeline.failure import Failure
+from parallelize.axes.pipeline.interleaved_actions import InterleavedRunner, Pair
 from parallelize.axes.pipeline.microbatch_inputs import MicrobatchInputs
-from parallelize.axes.pipeline.paired_actions import Pair, PairRunner
 from parallelize.axes.pipeline.payload import StageHeader, check_same_form
 from parallelize.axes.pipeline.schedules import Action, Schedule
 from parallelize.axes.pipeline.split_backward import Wgrad, backward_inputs
@@ -81,7 +81,7 @@ class StepRun:
     split: bool = True
     data: Data | None = None
     enter: Callable[[int, int, MicrobatchInputs], None] | None = None
-    run_pair: PairRunner | None = None
+    run_pair: InterleavedRunner | None = None
     record: bool = False
 
     losses: list[T] = field(default_factory=list)

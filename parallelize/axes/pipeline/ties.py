@@ -29,9 +29,9 @@ from parallelize.state.records import (
     Cut,
     StageMark,
     applied,
-    cut_of,
     mark_applied,
     mark_parameter,
+    pipeline_cut,
     resolution_so_far,
 )
 from parallelize.state.step_results import expected
@@ -221,7 +221,7 @@ def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:
     Cost: a broadcast of each tied parameter's local shard over the pp ranks that have it. A collective over `pp`: all its
         ranks must call it.
     """
-    resolved, cut = resolution_so_far(module), cut_of(module)
+    resolved, cut = resolution_so_far(module), pipeline_cut(module)
     if plan is not None:
         chosen = replace(resolved.plan, ties=plan.ties)
         tied = tied_parameters(chosen, resolved.facts, resolved.parameters, resolved.pp_ranks)
@@ -265,7 +265,7 @@ def mark_stages(module: nn.Module) -> None:
 
     This is the last step of application, because wrappers replace parameters.
     """
-    cut, ties = cut_of(module), ties_of(module)
+    cut, ties = pipeline_cut(module), ties_of(module)
     copies = ties.copies() if ties is not None else set()
     for parameter in module.parameters():
         if cut is not None:

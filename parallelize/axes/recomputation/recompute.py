@@ -45,7 +45,7 @@ from parallelize.plan.resolve import for_model
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.units import recompute_units
-from parallelize.state.records import cut_of, facts_of, mark_applied, record_of, resolution_so_far
+from parallelize.state.records import facts_of, mark_applied, pipeline_cut, record_of, resolution_so_far
 
 __all__ = [
     "UnitCost",
@@ -118,7 +118,7 @@ def apply_recompute(model: nn.Module, decide: Callable[[], ResolvedPlan]) -> nn.
         _check_called(modules)
         agreed |= {"recompute": f"{options.recompute} every {options.recompute_every}, save {' '.join(names)}"}
         agreed |= {"units": " ".join(modules)}
-    cut = cut_of(model)
+    cut = pipeline_cut(model)
     for fqn in resolved.recompute_units[:: options.recompute_every]:
         if cut is None or cut.present(fqn):
             install(modules[fqn], RecomputeUnit(modules[fqn], kinds, ops, names, on=options.recompute != "off"))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from parallelize.axes.tensor.gathered_for_code import GatheredForCode, partial_of_gathered
 from parallelize.axes.tensor.placements import BiasedOutput, convert_output, local_input
-from parallelize.axes.tensor.planned_forward import Planned
+from parallelize.axes.tensor.planned_forward import ModuleRuntime
 from parallelize.axes.tensor.shared_conversion import SharedConversion
 from parallelize.axes.tensor.watched_dtensor import SHARD, Questions, needs_placement
 from parallelize.comm.groups import Group
@@ -59,7 +59,7 @@ def _full_input(x: torch.Tensor, mesh: DeviceMesh, group: Group, source: Placeme
 
 
 def return_dtensor(
-    module: nn.Module, planned: Planned, contract: Contract, tp: DeviceMesh, group: Group, width: int | None
+    module: nn.Module, planned: ModuleRuntime, contract: Contract, tp: DeviceMesh, group: Group, width: int | None
 ) -> None:
     """Make the output a DTensor. width: the full size of the last dim where the output is a shard of it."""
     source, desired = _output_placements(contract)

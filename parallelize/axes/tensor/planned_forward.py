@@ -28,7 +28,7 @@ Conversion = Callable[[torch.Tensor], torch.Tensor]
 _NONE: Mapping[str, Conversion] = {}
 
 
-class Planned:
+class ModuleRuntime:
     """The run-time state of one planned module.
 
     Args:
@@ -60,9 +60,9 @@ class Planned:
         "bias",
         "bias_group",
         "bias_scale",
+        "defer_bias",
         "effective",
         "enter",
-        "hide_bias",
         "index",
         "inputs",
         "is_inside",
@@ -85,7 +85,7 @@ class Planned:
         self.max_inputs = 0
         self.leave: Conversion | None = None
         self.stock = stock
-        self.hide_bias = False
+        self.defer_bias = False
         self.bias_group: Group | None = None
         self.overlap: Any = None
         self.ahead: Any = None
@@ -106,44 +106,44 @@ class Planned:
         return self.stock(*args, **kwargs)
 
 
-def install(module: nn.Module, planned: Planned, forward: Callable | None = None) -> None:
+def install(module: nn.Module, planned: ModuleRuntime, forward: Callable | None = None) -> None:
     """Make `module` run as planned, by the fastest forward that fits it."""
     if forward is None:
         plain = type(module) is nn.Linear and planned.stock is None
         forward = _linear if plain and planned.weight is not None else _stock
-        if planned.hide_bias:
+        if planned.defer_bias:
             forward = _rowwise_linear if plain else _rowwise_stock
         elif forward is _stock and planned.leave is None:
-            forward = _light_forward(planned)
+            forward = _fast_forward_for(planned)
     mark_applied(module, planned=planned)
     module.__dict__["forward"] = MethodType(forward, module)
 
 
-def run_inside(module: nn.Module, planned: Planned, forward: Callable) -> None:
+def run_inside(module: nn.Module, planned: ModuleRuntime, forward: Callable) -> None:
     """Let a planned module run `forward`, between its conversions, in the place of its stock forward."""
     planned.stock = forward
-    shortcuts = {_linear: _stock, _one_parameter: _stock, _rowwise_linear: _rowwise_stock}
+    shortcuts = {_linear: _stock, _weight_only_forward: _stock, _rowwise_linear: _rowwise_stock}
     current = module.__dict__["forward"].__func__
     module.__dict__["forward"] = MethodType(shortcuts.get(current, current), module)
 
 
 def read_changed_parameters(module: nn.Module) -> None:
-    """Let a planned module run a forward that asks for what adapters make of its parameters (`Planned.effective`)."""
-    if module.__dict__["forward"].__func__ is _one_parameter:
+    """Let a planned module run a forward that asks for what adapters make of its parameters (`ModuleRuntime.effective`)."""
+    if module.__dict__["forward"].__func__ is _weight_only_forward:
         module.__dict__["forward"] = MethodType(_stock, module)
 
 
-def installed(module: nn.Module) -> Planned | None:
+def installed(module: nn.Module) -> ModuleRuntime | None:
     """What `install` gave to this module, or None."""
-    return expected(applied(module).planned, Planned)
+    return expected(applied(module).planned, ModuleRuntime)
 
 
-def _light_forward(planned: Planned) -> Callable:
+def _fast_forward_for(planned: ModuleRuntime) -> Callable:
     """The fastest forward for a module whose output is not converted."""
     if not planned.slots and planned.enter is not None:
         return _entered
     only_weight = len(planned.slots) == 1 and planned.weight is not None
-    return _one_parameter if only_weight and planned.enter is None and planned.stock is None else _stock
+    return _weight_only_forward if only_weight and planned.enter is None and planned.stock is None else _stock
 
 
 def argument_of(module: nn.Module, name: str) -> tuple[int, str]:
@@ -295,13 +295,13 @@ def reading_children(children: tuple[str, ...]) -> Callable:
     return forward
 
 
-def hide_local(attributes: dict[str, Any], planned: Planned) -> None:
+def hide_local(attributes: dict[str, Any], planned: ModuleRuntime) -> None:
     for slot in planned.slots:
         attributes.pop(slot.key, None)
 
 
 def on_local_parameters(
-    self: Any, planned: Planned, args: tuple, kwargs: dict, converted: Mapping[str, Conversion] = _NONE
+    self: Any, planned: ModuleRuntime, args: tuple, kwargs: dict, converted: Mapping[str, Conversion] = _NONE
 ) -> Any:
     """The module's own forward, which reads local tensors for its parameters, some of them `converted` by key.
 
@@ -328,7 +328,7 @@ def on_local_parameters(
 
 def _traced(
     self: Any,
-    planned: Planned,
+    planned: ModuleRuntime,
     args: tuple,
     kwargs: dict,
     converted: Mapping[str, Conversion] = _NONE,
@@ -351,7 +351,7 @@ def _traced(
     return out
 
 
-def _one_parameter(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _weight_only_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`_stock` for a module with one parameter and no conversions, such as most norms: the same at less cost."""
     if torch.compiler.is_dynamo_compiling():
         return _traced(self, self._applied.planned, args, kwargs)
@@ -381,7 +381,7 @@ def _rowwise_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def on_shard(
-    self: Any, planned: Planned, bias: torch.Tensor | None, args: tuple, kwargs: dict[str, Any]
+    self: Any, planned: ModuleRuntime, bias: torch.Tensor | None, args: tuple, kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """The stock forward of a linear on its shard, with another bias in the place of its own."""
     if torch.compiler.is_dynamo_compiling():
@@ -400,7 +400,7 @@ def on_shard(
         attributes.update(shown)
 
 
-def add_bias(planned: Planned, out: torch.Tensor, bias: torch.Tensor, dim: int = -1) -> torch.Tensor:
+def add_bias(planned: ModuleRuntime, out: torch.Tensor, bias: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """In the dtype of the matmul, as a linear under autocast does. dim: of the features."""
     group = planned.bias_group
     if group is not None and out.shape[-1] != bias.shape[0]:

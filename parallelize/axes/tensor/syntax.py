@@ -37,13 +37,13 @@ def own_attribute(node: ast.AST, receiver: str) -> str:
     return ""
 
 
-def own_path(node: ast.AST, receiver: str, names: Mapping[str, str] | None = None) -> str:
+def attribute_path(node: ast.AST, receiver: str, names: Mapping[str, str] | None = None) -> str:
     """`name` of `self.name`, and `name.inner` of `self.name.inner`; empty for any other expression. names: as of `local_names`."""
     if isinstance(node, ast.Name):
         return (names or {}).get(node.id, "")
     if name := own_attribute(node, receiver):
         return name
-    outer = own_path(node.value, receiver, names) if isinstance(node, ast.Attribute) else ""
+    outer = attribute_path(node.value, receiver, names) if isinstance(node, ast.Attribute) else ""
     return f"{outer}.{node.attr}" if outer and isinstance(node, ast.Attribute) else ""
 
 
@@ -56,7 +56,7 @@ def local_names(tree: ast.Module, receiver: str) -> dict[str, str]:
     names: dict[str, str] = {}
     for node in sorted(assigned, key=lambda node: node.lineno):
         (target,) = node.targets
-        path = own_path(node.value, receiver, names)
+        path = attribute_path(node.value, receiver, names)
         if path and isinstance(target, ast.Name) and bound[target.id] == 1:
             names[target.id] = path
     return names

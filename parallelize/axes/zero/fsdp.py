@@ -14,16 +14,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from parallelize.axes.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
+from parallelize.axes.zero.batchnorm_sync import BatchNormSync
+from parallelize.axes.zero.collective_order import UnitOrder
 from parallelize.axes.zero.data_options import DataOptions
 from parallelize.axes.zero.data_ranks import DataRanksOf
+from parallelize.axes.zero.parameter_writes import refuse_writes
 from parallelize.axes.zero.reducer import Reducer
 from parallelize.axes.zero.replicas import data_group
-from parallelize.axes.zero.running_statistics import RunningStatistics
 from parallelize.axes.zero.second_derivatives import refuse_second_derivatives
 from parallelize.axes.zero.unit_groups import forget_unsharded_gradients, has_run, reduce_outside_backward, unit_groups
-from parallelize.axes.zero.unit_order import UnitOrder
 from parallelize.axes.zero.unused_parameters import UnusedParameters
-from parallelize.axes.zero.written_parameters import refuse_writes
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import axis_group
@@ -31,7 +31,7 @@ from parallelize.comm.meshes import mesh_spec
 from parallelize.plan.parameter_shards import expert_zero_dim
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.state.fsdp_shards import restore_layouts
-from parallelize.state.records import applied, cut_of, mark_parameter, record_of, require_record
+from parallelize.state.records import applied, mark_parameter, pipeline_cut, record_of, require_record
 from parallelize.state.sharding import shared_of_parameters
 
 
@@ -136,7 +136,7 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
     Raises: ModelError `scalar-parameter`.
     """
     spec = mesh_spec(mesh)
-    cut = cut_of(module)
+    cut = pipeline_cut(module)
     names = [name for name in resolved.zero_units if cut is None or cut.present(name)]
     scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if scalars:
@@ -189,7 +189,7 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
     summed_over = data_group(mesh)
     name_of = {id(unit): name for name, unit in zip(names, units, strict=True)}
     order = UnitOrder([(name_of.get(id(unit), ""), unit) for unit in fsdp_units], summed_over)
-    unused = UnusedParameters(fsdp_units, summed_over, order, after=RunningStatistics(module, summed_over).share)
+    unused = UnusedParameters(fsdp_units, summed_over, order, after=BatchNormSync(module, summed_over).share)
     return FsdpEngine(module, fsdp_units, stages, options.defer, spec.shard_axis, unused, order)
 
 

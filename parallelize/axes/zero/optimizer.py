@@ -23,7 +23,7 @@ from parallelize.state.loop import offloaded_state
 from parallelize.state.loop.grad_scaler import agree_on_overflow
 from parallelize.state.loop.local_optimizer import ELEMENTWISE, local_optimizer
 from parallelize.state.loop.stock_clip import serve_stock_clip
-from parallelize.state.records import cut_of, mark_of, mark_parameter, mesh_of, record_of
+from parallelize.state.records import mark_of, mark_parameter, mesh_of, pipeline_cut, record_of
 from parallelize.state.stored_slices import named_once
 
 NEEDS_FULL_PARAMETERS = {
@@ -65,7 +65,7 @@ def build_optimizer(
     """
     name = optimizer.__name__
     data = data_of(module)
-    if cut_of(module) is not None:
+    if pipeline_cut(module) is not None:
         plan_changes(module)
     take_later(data)
     steps_locally = name in ELEMENTWISE if elementwise is None else elementwise
@@ -136,7 +136,7 @@ def _refuse_shards(module: nn.Module, name: str, data: DataRecord | None) -> Non
         (data is not None and (data.zero > 0 or data.masters))
         or (record is not None and record.group.size > 1)
         or any(_is_sharded(parameter) for parameter in module.parameters())  # experts over data ranks
-        or (name == "LBFGS" and cut_of(module) is not None)
+        or (name == "LBFGS" and pipeline_cut(module) is not None)
     )
     if has_shards:
         why = NEEDS_FULL_PARAMETERS.get(name, "is not known here")

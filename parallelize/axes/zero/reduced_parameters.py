@@ -17,7 +17,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group
 from parallelize.plan.parameter_shards import shards_of
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.state.records import cut_of, record_of
+from parallelize.state.records import pipeline_cut, record_of
 from parallelize.state.sharding import rows_by_name
 
 
@@ -25,7 +25,7 @@ def reduced_parameters(
     module: nn.Module, resolved: ResolvedPlan, ranks_of: DataRanksOf
 ) -> Iterator[tuple[ReducedParameter, DataRanks]]:
     """Every parameter once, with the pipeline stage that its gradient comes from, and its data ranks."""
-    cut, record = cut_of(module), record_of(module)
+    cut, record = pipeline_cut(module), record_of(module)
     planned = rows_by_name(record) if record is not None else {}
     local = {
         name: shard for shard in shards_of(resolved, cut.group.rank if cut is not None else 0) for name in shard.names

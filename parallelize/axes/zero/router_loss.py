@@ -28,8 +28,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.axes.zero.aux_loss_partials import RouterSums, recorded_routers, sums_of
 from parallelize.axes.zero.replicas import data_group
-from parallelize.axes.zero.router_sums import RouterSums, recorded_routers, sums_of
 from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops

@@ -23,10 +23,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.axes.zero.added_parameters import AddedParameters, add_to_sharded_units
+from parallelize.axes.zero.batchnorm_sync import BatchNormSync
 from parallelize.axes.zero.data_options import DataOptions
 from parallelize.axes.zero.data_ranks import DataRanksOf
 from parallelize.axes.zero.fsdp import FsdpEngine, apply_fsdp
-from parallelize.axes.zero.later_parameters import LaterParameters, add_to_sharded_units
 from parallelize.axes.zero.optimizer_shards import OptimizerShard
 from parallelize.axes.zero.other_optimizers import refuse_steps, watch_optimizers
 from parallelize.axes.zero.reduced_parameters import (
@@ -40,7 +41,6 @@ from parallelize.axes.zero.reduced_parameters import (
 from parallelize.axes.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
 from parallelize.axes.zero.replicas import compare_data_ranks, data_group
 from parallelize.axes.zero.router_loss import share_router_loss
-from parallelize.axes.zero.running_statistics import RunningStatistics
 from parallelize.axes.zero.stock_loss import count_over_data_ranks
 from parallelize.base.errors import MeshError, ModelError, Problem, short_list
 from parallelize.base.mesh import DATA_AXES, MeshSpec
@@ -85,7 +85,7 @@ class DataRecord:
     shards: list[OptimizerShard] = field(default_factory=list)
     masters: bool = False
     compute: torch.dtype | None = None
-    later: LaterParameters | None = None
+    later: AddedParameters | None = None
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copy of a model has no record: nothing reduces or steps its parameters (see `guard_gradients`)."""
@@ -207,7 +207,7 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
 
 def _take_later_adapters(
     module: nn.Module, mesh: DeviceMesh, options: DataOptions, engine: FsdpEngine, shards: list[OptimizerShard]
-) -> LaterParameters:
+) -> AddedParameters:
     """Adapters that are added to sharded units are small: each rank stores them in full, and optimizer states as of ZeRO 1."""
 
     def current() -> Iterator[tuple[str, Any]]:
@@ -216,7 +216,7 @@ def _take_later_adapters(
     engine.added = Reducer([], options.reduce_dtype, current=current, bucket_bytes=options.bucket_bytes)
     casts = RefusesCasts(())
     module.register_forward_pre_hook(casts)
-    later = LaterParameters(module, mesh, 1, options, None, engine.added, shards, casts, engine)
+    later = AddedParameters(module, mesh, 1, options, None, engine.added, shards, casts, engine)
     module.register_forward_pre_hook(later, prepend=True)  # before parameters are gathered
     add_to_sharded_units()
     return later
@@ -239,7 +239,7 @@ def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     casts = RefusesCasts(shards)
     module.register_forward_pre_hook(casts)
     guard_replacing_methods(module)
-    later = LaterParameters(module, mesh, zero, options, master_dtype, reducer, shards, casts)
+    later = AddedParameters(module, mesh, zero, options, master_dtype, reducer, shards, casts)
     module.register_forward_pre_hook(later)
     record = DataRecord(zero, mesh, reducer, shards, masters, later=later)
     mark_applied(module, data=record)
@@ -274,7 +274,7 @@ def _reducer(
         dtype,
         frozen=[parameter for parameter in parameters if not parameter.param.requires_grad],
         current=module.named_parameters,
-        after=RunningStatistics(module, data_group(mesh)).share,
+        after=BatchNormSync(module, data_group(mesh)).share,
         specs={id(shard.param): shard.spec for shard in shards},
         bucket_bytes=options.bucket_bytes,
         defer=options.defer and splits,

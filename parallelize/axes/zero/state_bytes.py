@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.base.mesh import DATA_AXES, EXPERT_AXES
 from parallelize.comm.meshes import mesh_spec
 from parallelize.plan.parameter_shards import shards_of, stored_elements
-from parallelize.state.records import cut_of, record_of, resolution_so_far
+from parallelize.state.records import pipeline_cut, record_of, resolution_so_far
 
 ADAM_STATE_BYTES = 8
 
@@ -46,7 +46,7 @@ def bytes_per_rank(
     Returns: {"parameters", "gradients", "optimizer"}, in bytes.
     Cost: no communication.
     """
-    spec, cut, record = mesh_spec(mesh), cut_of(module), record_of(module)
+    spec, cut, record = mesh_spec(mesh), pipeline_cut(module), record_of(module)
     earlier = resolution_so_far(module).with_options(zero=zero)
     resolved = replace(earlier, mesh=earlier.mesh.with_axes(spec.only(*DATA_AXES)))
     data_rank = mesh.get_local_rank(spec.shard_axis) if spec.shard_axis in spec.names else 0

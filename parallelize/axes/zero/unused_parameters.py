@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelize.axes.zero.collective_order import UnitOrder
 from parallelize.axes.zero.unit_groups import (
     before_reduction,
     fill_unsharded_gradients,
@@ -22,7 +23,6 @@ from parallelize.axes.zero.unit_groups import (
     unit_groups,
     was_reached,
 )
-from parallelize.axes.zero.unit_order import UnitOrder
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 

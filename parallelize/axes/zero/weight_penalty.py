@@ -21,7 +21,7 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.state.fsdp_shards import reshard_units
 from parallelize.state.later_changes import plan_changes
 from parallelize.state.layout_tensor.layout_dtensor import wrap_like
-from parallelize.state.records import applied, cut_of
+from parallelize.state.records import applied, pipeline_cut
 from parallelize.state.stage_values import planned_root
 
 Penalty = Callable[[str, torch.Tensor], torch.Tensor | None]
@@ -125,7 +125,7 @@ def _total(values: list[Any], root: nn.Module) -> torch.Tensor:
     total = (
         torch.stack([value.float() if value.dtype.itemsize < 4 else value for value in plain]).sum() if plain else None
     )
-    cut = cut_of(root)
+    cut = pipeline_cut(root)
     if cut is None or cut.group.size == 1:
         return torch.zeros((), device=device) if total is None else total
     sent = torch.zeros((), dtype=torch.float64, device=device) if total is None else total.double()

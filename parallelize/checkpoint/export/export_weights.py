@@ -43,7 +43,7 @@ from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_paralle
 from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.meshes import mesh_spec
 from parallelize.state.fsdp_shards import reshard_units
-from parallelize.state.many_objects import without_cycles
+from parallelize.state.many_objects import gc_paused
 
 T = torch.Tensor
 NAMES = ("hf", "model")
@@ -149,7 +149,7 @@ class WeightExporter:
                 refuse_quantized(self._on_mesh, "export_weights")
                 self._adapters = adapter_state(self.module)
             reshard_units(self.module)
-            with without_cycles():
+            with gc_paused():
                 owned = OwnedBoxes(self._on_mesh)
                 self._described = owned.described()
                 self._local = LocalValues(self._on_mesh, owned)
@@ -173,7 +173,7 @@ class WeightExporter:
         _check_alike([answer[2] for answer in answers])
         described = [answer[0] for answer in answers]
         try:
-            with without_cycles():
+            with gc_paused():
                 model, by_rank = tensors_of_model(described), owned_by_rank(described)
                 self._tensors = HubTensors(self.module, model, by_rank, self._code, self._names)
                 messages = {name: self._tensors.messages(tensor) for name, tensor in self._tensors.by_name.items()}
@@ -260,7 +260,7 @@ class WeightExporter:
             def source_of(message: TensorMessage) -> StridedRegion | None:
                 return self._local.region(message) if message.sender == rank else None
 
-            with without_cycles():
+            with gc_paused():
                 plans = bucket_plans(chosen, self._messages_of, source_of, size, self._bucket_bytes)
                 self._planned = digest, list(plans)
         return self._planned[1]

@@ -47,7 +47,7 @@ from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, m
 from parallelize.checkpoint.run.meta_model import MetaModel
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.state.fsdp_shards import reshard_units
-from parallelize.state.many_objects import without_cycles
+from parallelize.state.many_objects import gc_paused
 from parallelize.state.stored_slices import named_once
 
 T = torch.Tensor
@@ -145,7 +145,7 @@ class _Load:
         loaded, error, generation = None, None, None
         staged: list[tuple[LocalTensor, T]] = []
         try:
-            with without_cycles(), HubFolder(folder, allow_pickle=allow_pickle) as hub:
+            with gc_paused(), HubFolder(folder, allow_pickle=allow_pickle) as hub:
                 allow_missing = allow_missing and not self.meta_model.was_meta
                 stock = StockNames(self.module, tensors)
                 sources = find_sources(

@@ -26,7 +26,7 @@ from parallelize.base.mesh import EXPERT_AXES, MeshSpec, folded_coordinates
 from parallelize.checkpoint.format.host_memory import code_of
 from parallelize.comm.meshes import mesh_spec
 from parallelize.state.master_weights import master_weights
-from parallelize.state.records import cut_of, mesh_of, record_of
+from parallelize.state.records import mesh_of, pipeline_cut, record_of
 from parallelize.state.stored_slices import StoredSlices, StoredTensor, named_once
 
 T = torch.Tensor
@@ -115,7 +115,7 @@ class ModelOnMesh:
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh | None = None):
-        self.module, self.cut = module, cut_of(module)
+        self.module, self.cut = module, pipeline_cut(module)
         self.mesh = mesh if mesh is not None else mesh_of(module)
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         mesh_size = self.mesh.size() if self.mesh is not None else 1

@@ -39,7 +39,7 @@ from parallelize.training.parallelize_model import parallelize_model
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunEnvironment:
     """Where a run is built: what was chosen and predicted, and how it speaks.
 
     Attributes:
@@ -53,7 +53,7 @@ class Surroundings:
     tell: Callable[[str], None]
 
 
-def build_run(config: RunConfig, around: Surroundings, stack: ExitStack) -> TrainLoop:
+def build_run(config: RunConfig, around: RunEnvironment, stack: ExitStack) -> TrainLoop:
     """A loop that is ready to run; `stack` closes what it opens. A collective."""
     stopping = Stopping(around.mesh, config.grace_s, config.timeout_s, extras=1)
     stack.callback(stopping.close)
@@ -111,7 +111,7 @@ def _raise_together(error: ParallelizeError | None) -> None:
             raise DataError(*(problem_from_json(fields, rank) for fields in problems)) from error
 
 
-def build_model(config: RunConfig, around: Surroundings) -> tuple[ParallelModel, int, set[str] | None]:
+def build_model(config: RunConfig, around: RunEnvironment) -> tuple[ParallelModel, int, set[str] | None]:
     """The model on the mesh, the number of its parameters, and the names that a batch may have."""
     with naming(config, "model"):
         source, module, initialize = _module_of(config, around)
@@ -131,7 +131,7 @@ def build_model(config: RunConfig, around: Surroundings) -> tuple[ParallelModel,
     return parallel, num_parameters, names
 
 
-def _module_of(config: RunConfig, around: Surroundings) -> tuple[ModelSource, nn.Module, Any]:
+def _module_of(config: RunConfig, around: RunEnvironment) -> tuple[ModelSource, nn.Module, Any]:
     """(the source of the model, the model before its plan, where its values come from). A collective where there are adapters."""
     source = read_model(config.model.name, config.model.set)
     # the class itself, whose initialization is recorded; the source's own way of building leaves it out on meta
@@ -144,7 +144,7 @@ def _loss_of(source: ModelSource) -> dict[str, Any]:
     return {name: value for name, value in (("loss", source.loss), ("count", source.count)) if value is not None}
 
 
-def _metrics(config: RunConfig, around: Surroundings, num_parameters: int) -> RunMetrics:
+def _metrics(config: RunConfig, around: RunEnvironment, num_parameters: int) -> RunMetrics:
     enabled = is_first_rank()
     dtype = getattr(torch, around.chosen.options.complete().dtype or "float32")
     flops = around.predicted.flops_per_step if around.predicted is not None else 0.0
@@ -155,7 +155,7 @@ def _metrics(config: RunConfig, around: Surroundings, num_parameters: int) -> Ru
     return RunMetrics(config, tokens, flops, peak * around.chosen.mesh.world_size, heading, enabled)
 
 
-def note_peaks(loop: TrainLoop, around: Surroundings) -> None:
+def note_peaks(loop: TrainLoop, around: RunEnvironment) -> None:
     """Put each rank's peak memory, and what was predicted, on the page. A collective."""
     mesh = around.mesh
     pp_rank = mesh.get_local_rank("pp") if "pp" in (mesh.mesh_dim_names or ()) else 0

@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange, Step
-from parallelize.comm.turns import hand_over
+from parallelize.comm.turns import yield_turn
 from parallelize.ops import replay_cache
 from parallelize.ops.attention import kernels
 from parallelize.ops.attention.blocks import Run
@@ -257,7 +257,7 @@ def _ring_blocks(exchange: Exchange, group: Group, ring: Ring, k: T, v: T) -> It
             posted = exchange.post({(rank + 1) % size: block}, {(rank - 1) % size: arriving}, _BLOCKS)
         yield (owner, k, v) if step == 0 else (owner, *_unpacked(block, k, v, num_tokens(ring[owner])))
         if posted is not None:
-            hand_over()
+            yield_turn()
             exchange.finish(posted)
         block = arriving
 
@@ -291,7 +291,7 @@ class _RingGradients:
         """Add the sum that is under way, if any."""
         if self.posted is not None:
             assert self.sum is not None
-            hand_over()
+            yield_turn()
             self.exchange.finish(self.posted)
             part += self.sum
 

@@ -20,7 +20,7 @@ import torch
 
 from parallelize.base.torch_private.torch_tensors import counts_collectives
 from parallelize.comm.groups import Group
-from parallelize.comm.turns import hand_over
+from parallelize.comm.turns import yield_turn
 from parallelize.ops.library import define, fake
 
 T = torch.Tensor
@@ -38,7 +38,7 @@ class RowsInFlight:
         """The rows."""
         if self._work is not None:
             try:
-                hand_over()
+                yield_turn()
             finally:
                 self._work.wait()
             self._work = None

@@ -27,8 +27,8 @@ import torch
 
 from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange, Step
-from parallelize.comm.turns import hand_over
-from parallelize.ops.matmul.op_handshake import Rendezvous
+from parallelize.comm.turns import yield_turn
+from parallelize.ops.matmul.op_handshake import OpAgreement
 from parallelize.ops.matmul.row_chunks import Box, RowChunks, as_rows, flat, row_chunks_of, take
 from parallelize.ops.matmul.row_gather import RowGather
 
@@ -249,7 +249,7 @@ def matmul_reduce_scatter(
     local, local_box = as_rows(out, dim), (0, layout.outer, *layout.interval(rank))
     parts = _Contributions(total, dim, group, layout, local)
     full = local if steps else local.new_empty((layout.outer, layout.rows, local.shape[2]))
-    rendezvous = Rendezvous(group, out.device, line)
+    rendezvous = OpAgreement(group, out.device, line)
     if not steps:
         parts.compute_full(full)
         local.copy_(take(full, local_box))
@@ -262,7 +262,7 @@ def matmul_reduce_scatter(
         if steps:
             parts.compute_box(local_box, local)
             parts.guard.run_all(meanwhile)
-        hand_over()
+        yield_turn()
         for step, box in enumerate(layout.local_chunks(rank)):
             parts.reduce(step, take(local, box))
     if not steps:
@@ -288,7 +288,7 @@ def matmul_all_reduce(total: MatmulSum, group: Group, steps: int, meanwhile: Seq
     parts = _Contributions(table, 0, group, layout, rows)
     local_chunks = [take(rows, box) for box in layout.chunks(rank)]
     summed: list[Step] = []
-    rendezvous = Rendezvous(group, out.device, line)
+    rendezvous = OpAgreement(group, out.device, line)
     if not steps:
         parts.compute_full(rows)
 
@@ -308,7 +308,7 @@ def matmul_all_reduce(total: MatmulSum, group: Group, steps: int, meanwhile: Seq
                 parts.compute_box(layout.chunks(rank)[step], local_chunks[step])
             if step >= LAG:
                 reduce_and_send(step - LAG)
-        hand_over()
+        yield_turn()
         rest = range(len(summed), layout.steps)
         batches = _split_evenly(meanwhile if steps else (), len(rest) + 1)
         for step in rest:

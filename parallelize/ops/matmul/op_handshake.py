@@ -34,7 +34,7 @@ def _by_store(backend: str) -> bool:
     return backend in _BY_STORE or takes_turns()
 
 
-class Rendezvous:
+class OpAgreement:
     """Sends a line to the other ranks; `check` waits for their lines and compares. Nothing is sent for an empty line."""
 
     def __init__(self, group: Group, device: torch.device, line: str):
@@ -63,7 +63,7 @@ def agree(group: Group, device: torch.device, line: str) -> None:
 
     Raises: ShapeError `ranks-disagree` with each rank's line, on every rank.
     """
-    Rendezvous(group, device, line).check()
+    OpAgreement(group, device, line).check()
 
 
 def agree_on_first(group: Group, device: torch.device, line: str, choice: str) -> str:

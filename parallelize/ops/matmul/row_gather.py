@@ -9,8 +9,8 @@ import torch
 
 from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange, Step
-from parallelize.comm.turns import hand_over
-from parallelize.ops.matmul.op_handshake import Rendezvous
+from parallelize.comm.turns import yield_turn
+from parallelize.ops.matmul.op_handshake import OpAgreement
 from parallelize.ops.matmul.row_chunks import Box, as_rows, row_chunks_of, take
 
 T = torch.Tensor
@@ -63,7 +63,7 @@ class RowGather:
         self.exchange = Exchange(group)
 
     def __enter__(self) -> RowGather:
-        Rendezvous(self.group, self.gathered.device, self.line).check()
+        OpAgreement(self.group, self.gathered.device, self.line).check()
         try:
             for _ in self.buffers:
                 self._post()
@@ -85,7 +85,7 @@ class RowGather:
     def arrivals(self) -> Iterator[tuple[int, Box, int]]:
         """(rank, box, number of chunks still to come from that rank): local rows at once, others as they arrive."""
         yield self.group.rank, self.local_box, 0
-        hand_over()
+        yield_turn()
         for step in range(self.layout.steps):
             self.posted[step].wait()
             for rank in self.peers:

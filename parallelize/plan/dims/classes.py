@@ -62,7 +62,7 @@ class Blocked:
 
 
 @dataclass(frozen=True)
-class Whole:
+class UnshardedLinear:
     """A linear that is not sharded, and why."""
 
     module: str
@@ -81,7 +81,7 @@ class Choice:
 
     candidates: list[ShardableFactor]
     partial: set[str]
-    whole: list[Whole]
+    whole: list[UnshardedLinear]
 
 
 class Classes:
@@ -295,11 +295,13 @@ class Classes:
         """Whether one of these dims, or a part of it, has one of the factors."""
         return any(factor in factors for dim in dims for part in self.parts_of(dim) for factor in part)
 
-    def _whole(self, used: set[str], banned: set[str], beside_banned: dict[str, str]) -> list[Whole]:
+    def _whole(self, used: set[str], banned: set[str], beside_banned: dict[str, str]) -> list[UnshardedLinear]:
         """beside_banned: linears whose only partners are banned, with one of these."""
         reasons = {name: f"the proof failed with {partner} sharded" for name, partner in beside_banned.items()}
         return [
-            Whole(name, reasons.get(name) or self._reason(name, banned)) for name in self.linears if name not in used
+            UnshardedLinear(name, reasons.get(name) or self._reason(name, banned))
+            for name in self.linears
+            if name not in used
         ]
 
     def _reason(self, name: str, banned: set[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from parallelize.plan.dims.factors import Dim, Factor, leaves
-from parallelize.plan.dims.record import Mix, Record, Slice
+from parallelize.plan.dims.record import FullDimUse, Record, Slice
 
 Ranges = dict[tuple[int, int], list[Slice]]
 
@@ -55,8 +55,8 @@ def _tie_alike(record: Record, ranges: Ranges) -> None:
             record.tie(first.part, cut.part, "a slice")
 
 
-def _mixed(cut: Slice) -> list[Mix]:
+def _mixed(cut: Slice) -> list[FullDimUse]:
     """What needs all of a dim: a range of it, or a concatenation, which needs all of its operand too."""
     if not cut.joined:
-        return [Mix(cut.dim, "a slice", cut.module, cut.line)]
-    return [Mix(dim, "a concatenation along it", cut.module, cut.line) for dim in (cut.dim, cut.part)]
+        return [FullDimUse(cut.dim, "a slice", cut.module, cut.line)]
+    return [FullDimUse(dim, "a concatenation along it", cut.module, cut.line) for dim in (cut.dim, cut.part)]

@@ -23,7 +23,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Misfit:
+class PlanConflict:
     """A shard that does not follow the forward: where, with which slug, and what is wrong."""
 
     name: str
@@ -53,10 +53,10 @@ def computed_parameters(classes: Classes, resolved: ResolvedPlan) -> Iterator[tu
                 yield name, row
 
 
-def planned_shards(classes: Classes, resolved: ResolvedPlan) -> tuple[dict[str, Shard], list[Misfit]]:
+def planned_shards(classes: Classes, resolved: ResolvedPlan) -> tuple[dict[str, Shard], list[PlanConflict]]:
     """(the shards by parameter, those that do not follow the parts of a dim or that cut one of its units)."""
     shards: dict[str, Shard] = {}
-    misfits: list[Misfit] = []
+    misfits: list[PlanConflict] = []
     for name, row in computed_parameters(classes, resolved):
         dim = row.layout.dim
         if dim is None or row.axis != "tp" or _is_full(row):
@@ -67,10 +67,12 @@ def planned_shards(classes: Classes, resolved: ResolvedPlan) -> tuple[dict[str, 
         cut = "" if chunks is None else _cut_unit(classes, chunks, row)
         if chunks is None:
             misfits.append(
-                Misfit(name, "divided-features", _of_parts(divisions[0], row, _place_of_split(classes, factors)), row)
+                PlanConflict(
+                    name, "divided-features", _of_parts(divisions[0], row, _place_of_split(classes, factors)), row
+                )
             )
         elif cut:
-            misfits.append(Misfit(name, "divided-units", cut, row))
+            misfits.append(PlanConflict(name, "divided-units", cut, row))
         else:
             shards[name] = Shard(row, tuple(chunk[0] for chunk in _divided(chunks, row) if chunk))
     return shards, misfits

@@ -20,7 +20,7 @@ Dims = list[Dim]
 
 
 @dataclass(frozen=True, eq=False)
-class Mix:
+class FullDimUse:
     """An operation that needs all of a dim, so that the dim cannot be sharded.
 
     Attributes:
@@ -151,7 +151,7 @@ class Record:
     parameters: dict[str, Dims] = field(default_factory=dict)
     first_names: dict[str, str] = field(default_factory=dict)
     computed_with: set[str] = field(default_factory=set)
-    mixes: list[Mix] = field(default_factory=list)
+    mixes: list[FullDimUse] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
     uses: list[ParameterUse] = field(default_factory=list)
@@ -283,7 +283,7 @@ class Record:
 
     def mix(self, dims: Iterable[Dim], operation: str, is_known: bool = True) -> None:
         line, is_known = line_of_model(), is_known and not _is_over_ranks()
-        self.mixes += [Mix(dim, operation, self.module, line, is_known) for dim in dims if dim]
+        self.mixes += [FullDimUse(dim, operation, self.module, line, is_known) for dim in dims if dim]
 
     def tie(self, first: Dim, second: Dim, operation: str) -> Dim:
         """One dim for two operands, of which one may have size 1."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.plan.models.audio_inputs import bins_of, spectrograms
 from parallelize.plan.models.image_inputs import BATCH, LENGTH, image, patches_with_places, rows_of_patches
-from parallelize.plan.models.sound_inputs import bins_of, spectrograms
 
 T = torch.Tensor
 _MOST = 8

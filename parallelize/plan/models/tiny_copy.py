@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallelize.plan.models.divided_config import divided
 from parallelize.plan.models.dropout_rates import without_dropout
+from parallelize.plan.models.proportional_config import divided
 
 _MOST_PARAMETERS = 50_000_000
 _SEED = 1

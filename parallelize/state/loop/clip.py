@@ -18,7 +18,7 @@ from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.meshes import mesh_spec
 from parallelize.state.layout_tensor.local_pairs import layout_axis
 from parallelize.state.loop.gradient_groups import Groups, sharding_groups
-from parallelize.state.records import Shared, applied, cut_of, mark_of, mesh_of
+from parallelize.state.records import Shared, applied, mark_of, mesh_of, pipeline_cut
 from parallelize.state.sharding import shared_of_parameters
 
 _local_of = private.local_of
@@ -174,7 +174,7 @@ def _gradients(source: Any) -> tuple[_LocalGradients, Group | None]:
             counted = (stage is None or stage.counted) and not (copies and id(tensor) in copies)
             gradients.add(grad, shared, counted)
     if stages is None and module is not None:
-        cut = cut_of(module)
+        cut = pipeline_cut(module)
         stages = None if cut is None else cut.group
     return gradients, stages
 

@@ -26,7 +26,7 @@ from parallelize.plan.models.float8_linears import as_plain_linears
 from parallelize.plan.models.meta_copy import meta_copy, without_hooks
 from parallelize.plan.models.model_source import source_of
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.state.records import cut_of
+from parallelize.state.records import pipeline_cut
 from parallelize.tools.analysis.record.attention_model import forwards_on_meta
 
 log = logging.getLogger("parallelize")
@@ -83,7 +83,7 @@ def _why_not(module: nn.Module, resolved: ResolvedPlan, is_quick: bool) -> str:
         return "PEFT makes keys and values of all heads, of which a rank takes its own"
     if options.expert_ranks > 1:
         return "its experts are divided over ep"
-    if cut_of(module) is not None or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+    if pipeline_cut(module) is not None or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return "a part of it is missing, or was changed before"
     count = sum(1 for _ in module.modules())
     if is_quick and count > MAX_MODULES:

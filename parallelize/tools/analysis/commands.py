@@ -285,7 +285,7 @@ def _explain_setting(options: argparse.Namespace, plan: str | None, mesh: str, a
 
 
 def _fit(options: argparse.Namespace) -> int:
-    from parallelize.state.many_objects import without_cycles
+    from parallelize.state.many_objects import gc_paused
     from parallelize.tools.analysis.cost.machine import load_machine
     from parallelize.tools.analysis.fit import fit
 
@@ -296,7 +296,7 @@ def _fit(options: argparse.Namespace) -> int:
         if getattr(options, name) < 1:
             what = f"--{name.replace('_', '-')} {getattr(options, name)}"
             raise PlanError(Problem("bad-option", what, fix="give 1 or more"))
-    with without_cycles(), Progress("fitting", shows_progress(options), unit="meshes") as progress:
+    with gc_paused(), Progress("fitting", shows_progress(options), unit="meshes") as progress:
         fitted = fit(
             _subject(model, options.plan, options.set),
             options.gpus,

@@ -20,7 +20,6 @@ from parallelize.plan.models.model_source import ModelSource, source_of
 from parallelize.plan.pattern import generic
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import ALLOWED, Plan
-from parallelize.tools.derivation.counted_fields import counted_fields
 from parallelize.tools.derivation.draft import Draft, Drafting
 from parallelize.tools.derivation.gathered_linears import (
     ENOUGH,
@@ -31,12 +30,13 @@ from parallelize.tools.derivation.gathered_linears import (
     without_alike,
 )
 from parallelize.tools.derivation.left_whole import with_advice
-from parallelize.tools.derivation.other_matrices import other_matrices
 from parallelize.tools.derivation.parameter_rules import leaves_something, names_of
 from parallelize.tools.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.tools.derivation.proof import Proof, provable, prove, prove_in_evaluation
 from parallelize.tools.derivation.region_search import ProposedRegion, find_regions
 from parallelize.tools.derivation.small_model import check_subject, explained, small_model
+from parallelize.tools.derivation.unit_count_fields import counted_fields
+from parallelize.tools.derivation.unsharded_linears import other_matrices
 
 log = logging.getLogger("parallelize")
 

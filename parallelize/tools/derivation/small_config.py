@@ -12,7 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from parallelize.plan.models.divided_config import (
+from parallelize.plan.models.dropout_rates import without_dropout
+from parallelize.plan.models.proportional_config import (
     HEAD_WIDTH,
     QUERIES,
     QUERY_COUNTS,
@@ -20,7 +21,6 @@ from parallelize.plan.models.divided_config import (
     first_of_each_kind,
     keep_layer_indexes,
 )
-from parallelize.plan.models.dropout_rates import without_dropout
 from parallelize.plan.models.small_images import side_of
 from parallelize.tools.derivation.state_sizes import with_state_heads
 from parallelize.tools.verification.scale import scaled

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from parallelize.tools.derivation.counted_fields import counts
+from parallelize.tools.derivation.unit_count_fields import counts
 
 _HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
 _WIDTHS = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from parallelize.plan.models.divided_config import keep_layer_indexes
+from parallelize.plan.models.proportional_config import keep_layer_indexes
 from parallelize.tools.verification.scale import scaled
 
 _OUTPUTS = ("out_hidden_size", "output_dim")

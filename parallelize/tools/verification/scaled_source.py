@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from parallelize.plan.models.divided_config import divided
 from parallelize.plan.models.dropout_rates import without_dropout
 from parallelize.plan.models.model_source import ModelSource
+from parallelize.plan.models.proportional_config import divided
 from parallelize.tools.verification.scale import scaled
 from parallelize.tools.verification.scale_parts import part_names, scaled_parts
 from parallelize.tools.verification.scale_scans import has_scans, scaled_scans

@@ -18,7 +18,7 @@ from parallelize.checkpoint.run.metadata import model_metadata
 from parallelize.launch.config.resumed_keys import COMPARED, EFFECT, POSITION, RESUMED
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.config.run_config_file import parse_run_config
-from parallelize.launch.loop.build_run import Surroundings, build_run
+from parallelize.launch.loop.build_run import RunEnvironment, build_run
 from parallelize.launch.loop.resumed_run import RECORD, _of_model, differences_of
 from parallelize.launch.loop.run_optimizer import FileOptions, build_schedule_of
 from parallelize.launch.preflight.mesh_choice import ChosenMesh
@@ -125,7 +125,7 @@ def built(config):
     with ExitStack() as stack:
         mesh = build_mesh("cpu", **dict(spec.axes))
         chosen = ChosenMesh(spec, config.options_on(spec))
-        yield build_run(config, Surroundings(chosen, mesh, "cpu", None, lines.append), stack), lines
+        yield build_run(config, RunEnvironment(chosen, mesh, "cpu", None, lines.append), stack), lines
 
 
 @pytest.fixture(scope="module")

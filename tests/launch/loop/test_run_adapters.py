@@ -11,7 +11,7 @@ from parallelize import build_mesh
 from parallelize.base.errors import LaunchError, ModelError
 from parallelize.base.mesh import MeshSpec
 from parallelize.launch.config.run_config_file import parse_run_config
-from parallelize.launch.loop.build_run import Surroundings, build_model
+from parallelize.launch.loop.build_run import RunEnvironment, build_model
 from parallelize.launch.preflight.base_model import source_of_run
 from parallelize.launch.preflight.mesh_choice import ChosenMesh
 from parallelize.plan.options import Options
@@ -43,7 +43,7 @@ def test_adapters_train_on_a_base_that_is_quantized_while_it_is_read(tmp_path):
     def body(rank):
         mesh = build_mesh("cpu", tp=2)
         chosen = ChosenMesh(MeshSpec(tp=2), Options(zero=0))
-        parallel, _, _ = build_model(config, Surroundings(chosen, mesh, "cpu", None, print))
+        parallel, _, _ = build_model(config, RunEnvironment(chosen, mesh, "cpu", None, print))
         parallel.step(input_ids=ids, targets=labels)
         trained = [name for name, p in parallel.module.named_parameters() if p.grad is not None]
         return trained, sum(isinstance(module, QuantizedLinear) for module in parallel.module.modules())

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from parallelize import derive_plan
-from parallelize.plan.models.divided_config import divided
+from parallelize.plan.models.audio_inputs import has_sounds, images_and_sounds_in_text, sounds_in_text
 from parallelize.plan.models.image_inputs import has_images, images_in_text
 from parallelize.plan.models.model_source import source_of
+from parallelize.plan.models.proportional_config import divided
 from parallelize.plan.models.signature_inputs import inputs_by_signature
-from parallelize.plan.models.sound_inputs import has_sounds, images_and_sounds_in_text, sounds_in_text
 from parallelize.plan.parameter_layouts import dotted
 from parallelize.tools.derivation.small_config import small_configs
 from parallelize.tools.derivation.small_model import small_model

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.axes.tensor.planned_forward import Planned, on_local_parameters, read_changed_parameters
+from parallelize.axes.tensor.planned_forward import ModuleRuntime, on_local_parameters, read_changed_parameters
 from parallelize.base.layout import Layout
 from parallelize.state.quantization.quantized_stack import LowRankParts, QuantizedStack
 
@@ -60,7 +60,7 @@ def _changing_a_parameter(module: Any, owner: nn.Module, change: Callable[[Any, 
         adapters = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or self.merged or not adapters:
             return on_local_parameters(self, self._applied.planned, args, kwargs)
-        planned: Planned = self.get_submodule(names)._applied.planned
+        planned: ModuleRuntime = self.get_submodule(names)._applied.planned
         key, earlier = self.parameter_name, planned.effective
         made: list[Any] = []  # once, of experts that run on several chunks of tokens
 

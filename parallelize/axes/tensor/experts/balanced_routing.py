@@ -13,7 +13,7 @@ from torch import nn
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.plan.model_facts import describe
-from parallelize.state.records import cut_of
+from parallelize.state.records import pipeline_cut
 
 T = torch.Tensor
 
@@ -49,7 +49,7 @@ def experts_of(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
     """
     facts = describe(model)
     names = [fqn for fqn, module in facts.modules.items() if module.kind == "experts"]
-    if not names and cut_of(model) is None:
+    if not names and pipeline_cut(model) is None:
         what = f"{type(model).__name__} has no experts that are called with tokens, choices and their weights"
         raise ModelError(
             Problem("no-experts", what, fix="a mixture of `transformers`, or experts with `is_transposed`")

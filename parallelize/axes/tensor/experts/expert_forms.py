@@ -1,4 +1,4 @@
-"""How experts are called, and what computes them, for the forwards of `split_experts.py` and `whole_experts.py`.
+"""How experts are called, and what computes them, for the forwards of `expert_tensor_parallel.py` and `expert_parallel.py`.
 
     inputs of the stock call -> tokens [N, hidden], choices [N, k], weights [N, k]
     a rank's experts on tokens, choices and weights -> [N, hidden]
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.axes.tensor.planned_forward import Conversion, Planned, installed, on_local_parameters
+from parallelize.axes.tensor.planned_forward import Conversion, ModuleRuntime, installed, on_local_parameters
 from parallelize.plan.inner_experts import LINEARS, ROWS, inner_experts
 
 T = torch.Tensor
@@ -168,7 +168,7 @@ def even_sizes(total: int, count: int) -> list[int]:
 def _run(module: nn.Module, forward: Callable) -> None:
     """Let a module inside of experts run this forward on its local parameters."""
     bound, planned = MethodType(forward, module), installed(module)
-    if isinstance(planned, Planned):
+    if isinstance(planned, ModuleRuntime):
         planned.stock = bound
     else:
         module.__dict__["forward"] = bound

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.axes.tensor.planned_forward import Planned
+from parallelize.axes.tensor.planned_forward import ModuleRuntime
 from parallelize.base.layout import Layout
 from parallelize.ops.experts.padded_grouped_matmul import AnyWidth, fits
 
@@ -23,7 +23,7 @@ _SMALLEST_ITEM = 2
 """Bytes of an element of the dtypes that grouped matmuls take, at least."""
 
 
-def allow_any_width(module: nn.Module, planned: Planned, layouts: Sequence[Layout]) -> None:
+def allow_any_width(module: nn.Module, planned: ModuleRuntime, layouts: Sequence[Layout]) -> None:
     """Let stacked experts run padded where a rank's part of their weights needs that in some dtype.
 
     Args:

@@ -26,7 +26,7 @@ from parallelize.comm.meshes import mesh_spec
 from parallelize.ops.replay_cache import in_recompute
 from parallelize.plan.model_facts import describe
 from parallelize.state.forward_rows import BatchPart, ForwardRows, batch_part, call_arguments, forward_rows
-from parallelize.state.records import cut_of, mesh_of
+from parallelize.state.records import mesh_of, pipeline_cut
 from parallelize.state.stored_slices import data_rank
 
 T = torch.Tensor
@@ -133,7 +133,7 @@ def record_routes(model: nn.Module) -> Iterator[RecordedRoutes]:
 
 def layers_with_experts(model: nn.Module) -> dict[str, int]:
     """Name to number of experts of each module of experts, in order, of the stages of all pipeline ranks."""
-    cut = cut_of(model)
+    cut = pipeline_cut(model)
     facts = describe(model) if cut is None else cut.facts
     return {fqn: module.num_experts for fqn, module in facts.modules.items() if module.kind == "experts"}
 

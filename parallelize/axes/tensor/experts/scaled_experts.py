@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from parallelize.axes.tensor.experts.expert_forms import Inputs, StackedExperts, input_names
-from parallelize.axes.tensor.experts.whole_experts import ExpertRanks, outputs_of_tokens
+from parallelize.axes.tensor.experts.expert_parallel import ExpertRanks, outputs_of_tokens
 from parallelize.axes.tensor.planned_forward import Conversion, on_local_parameters
 from parallelize.base.errors import ModelError, Problem
 from parallelize.ops import replay_cache

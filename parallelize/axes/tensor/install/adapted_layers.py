@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize.axes.tensor.planned_forward import Planned, add_bias, convert_argument, hide_local, installed, on_shard
+from parallelize.axes.tensor.planned_forward import (
+    ModuleRuntime,
+    add_bias,
+    convert_argument,
+    hide_local,
+    installed,
+    on_shard,
+)
 from parallelize.axes.tensor.planned_forward import on_local_parameters as run_stock
 from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group
@@ -52,7 +59,7 @@ def adapted_forward(module: nn.Module, group: Group, *, converts: bool, sums: bo
     return _reading(_around_linear) if reads else _around_linear
 
 
-def _scale_bias(module: nn.Module, planned: Planned, group: Group) -> None:
+def _scale_bias(module: nn.Module, planned: ModuleRuntime, group: Group) -> None:
     """Add the bias before the reduction, on one rank, where (IA)^3 scales the output with it.
 
     Raises: ModelError `unplanned-adapter` for a bias that trains: its gradient is then a part of a sum.
@@ -79,7 +86,7 @@ def _layer(self: Any, input: torch.Tensor) -> torch.Tensor:
     if not planned.is_inside:
         return planned.alone(self, input)
     bias = None
-    if planned.bias is not None and (planned.bias_scale is not None or not planned.hide_bias):
+    if planned.bias is not None and (planned.bias_scale is not None or not planned.defer_bias):
         bias = planned.bias.local(self._parameters)
         bias = bias if planned.bias_scale is None else bias * planned.bias_scale
     if planned.weight is None:
@@ -93,7 +100,7 @@ def _layer(self: Any, input: torch.Tensor) -> torch.Tensor:
 
 def _around_linear(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     base = self.base_layer
-    planned: Planned = base._applied.planned
+    planned: ModuleRuntime = base._applied.planned
     if planned.enter is not None:
         args, kwargs = convert_argument(planned.enter, (0, "x"), args, kwargs)
     planned.is_inside = True
@@ -103,7 +110,7 @@ def _around_linear(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         planned.is_inside = False
     if planned.leave is not None:
         out = planned.leave(out)
-    if planned.bias is None or not planned.hide_bias or planned.bias_scale is not None:
+    if planned.bias is None or not planned.defer_bias or planned.bias_scale is not None:
         return out
     return add_bias(planned, out, planned.bias.local(base._parameters))
 
@@ -129,7 +136,7 @@ def _local_parameters(modules: list[Any]) -> Iterator[None]:
             planned = module._applied.planned
             planned.shows_local += 1
             for slot in planned.slots:
-                is_added_later = slot.key == "bias" and planned.hide_bias
+                is_added_later = slot.key == "bias" and planned.defer_bias
                 module.__dict__[slot.key] = None if is_added_later else slot.local(module._parameters)
         yield
     finally:
@@ -173,7 +180,7 @@ def bias_of_first_rank(group: Group) -> Callable:
     scale = 1.0 if group.rank == 0 else 0.0
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        planned: Planned = self._applied.planned
+        planned: ModuleRuntime = self._applied.planned
         bias = planned.bias.local(self._parameters)  # type: ignore[union-attr]
         return F.linear(input, planned.weight.local(self._parameters), bias * scale)  # type: ignore[union-attr]
 

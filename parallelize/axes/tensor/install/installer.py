@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.axes.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
 from parallelize.axes.tensor.experts.adapted_experts import adapted_experts, adapted_matrix
-from parallelize.axes.tensor.experts.beside_experts import compute_beside
 from parallelize.axes.tensor.experts.expert_forms import form_of
+from parallelize.axes.tensor.experts.expert_parallel import ExpertRanks, whole_experts
+from parallelize.axes.tensor.experts.expert_tensor_parallel import dense_experts, split_experts
 from parallelize.axes.tensor.experts.expert_widths import allow_any_width
 from parallelize.axes.tensor.experts.scaled_experts import num_choices, scaled_experts
-from parallelize.axes.tensor.experts.split_experts import dense_experts, split_experts
-from parallelize.axes.tensor.experts.whole_experts import ExpertRanks, whole_experts
+from parallelize.axes.tensor.experts.shared_expert_overlap import compute_overlapped
 from parallelize.axes.tensor.install.adapted_layers import adapted_forward, bias_of_first_rank, deferred_with_adapter
 from parallelize.axes.tensor.layers.channel_norm import sharded_channel_norm
 from parallelize.axes.tensor.layers.embedding import vocabulary_embedding
@@ -36,7 +36,7 @@ from parallelize.axes.tensor.overlapped_forwards import (
     overlapped_row,
 )
 from parallelize.axes.tensor.planned_forward import (
-    Planned,
+    ModuleRuntime,
     argument_of,
     install,
     installed,
@@ -104,7 +104,7 @@ class Installer:
         self.dtensor_conversions: SharedConversions = {}
 
     def run(self) -> None:
-        for fqn, facts in self._inside_first():
+        for fqn, facts in self._innermost_first():
             row = self.resolved.modules.get(fqn)
             slots = tuple(self._slot(fqn, key) for key in facts.shapes if not self._parameter(fqn, key).plain)
             read = children_read(self.resolved, self.model, fqn)
@@ -115,7 +115,7 @@ class Installer:
             self._install_overlap(call_site)
         for row in self.resolved.modules.values():
             if row.contract.beside:
-                compute_beside(self.model, row)
+                compute_overlapped(self.model, row)
         for region in self.resolved.regions:
             self._install_region(region)
         if self.group.size > 1 and hasattr(self.model.root, "config"):
@@ -165,7 +165,7 @@ class Installer:
         self, module: nn.Module, slots: tuple[Slot, ...], row: ModuleRow | None, read: tuple[str, ...]
     ) -> None:
         """read: children of which the module's own forward reads full parameters."""
-        planned = Planned(slots, module.__dict__.get("forward"))
+        planned = ModuleRuntime(slots, module.__dict__.get("forward"))
         forward = _of_children(module, read)
         if row is not None:
             contract = row.contract
@@ -176,7 +176,7 @@ class Installer:
             planned.inputs = local_inputs(module, contract.inputs, contract.input_widths, self.group, argument_of)
             is_fresh = type(module) is nn.Linear or contract.computes_experts  # an output that nothing else reads
             planned.leave = self._conversion(contract.leave, row, fused=is_fresh)
-            planned.hide_bias = contract.adds_bias_after_sum and planned.leave is not None
+            planned.defer_bias = contract.adds_bias_after_sum and planned.leave is not None
             planned.bias_group = self.group if contract.dtensors else None
             if contract.returns_dtensor:
                 width = self._width(row) if contract.traits.splits_output else None
@@ -191,7 +191,9 @@ class Installer:
             forward = self._forward(module, row, planned, read)
         install(module, planned, forward)
 
-    def _forward(self, module: nn.Module, row: ModuleRow, planned: Planned, read: tuple[str, ...]) -> Callable | None:
+    def _forward(
+        self, module: nn.Module, row: ModuleRow, planned: ModuleRuntime, read: tuple[str, ...]
+    ) -> Callable | None:
         """The forward of a style that replaces the module's own; None: `install` selects one."""
         contract = row.contract
         if contract.defers_logits:
@@ -229,9 +231,9 @@ class Installer:
             return contract.forward_factory(module, self.group)
         return forwards[contract.compute]() if contract.compute in forwards else _of_children(module, read)
 
-    def run_added(self) -> None:
+    def install_added(self) -> None:
         """Install what was added to a planned model: `model` has the facts of these modules alone."""
-        for fqn, facts in self._inside_first():
+        for fqn, facts in self._innermost_first():
             module, row = self.model.objects[fqn], self.resolved.modules.get(fqn)
             earlier = installed(module)
             known = {slot.key for slot in earlier.slots} if earlier is not None else set()
@@ -243,7 +245,7 @@ class Installer:
             elif row is not None and row.contract.traits.wraps:  # with one more adapter
                 module.__dict__["forward"] = MethodType(self._adapted(module, row), module)
 
-    def _inside_first(self) -> list[tuple[str, ModuleFacts]]:
+    def _innermost_first(self) -> list[tuple[str, ModuleFacts]]:
         """The modules, with those that call an adapted layer after what they call."""
         rows = self.resolved.modules
 
@@ -418,8 +420,8 @@ class Installer:
         decoder = region.enter.rpartition(".")[0].rpartition(".")[0]
         objects[decoder].register_forward_pre_hook(refuse_hidden_states, with_kwargs=True)
 
-    def _planned(self, module: nn.Module) -> Planned:
-        return installed(module) or Planned((), module.__dict__.get("forward"))
+    def _planned(self, module: nn.Module) -> ModuleRuntime:
+        return installed(module) or ModuleRuntime((), module.__dict__.get("forward"))
 
 
 def _of_children(module: nn.Module, read: tuple[str, ...]) -> Callable | None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.axes.tensor.planned_forward import installed
-from parallelize.state.records import KEY, applied, cut_of, record_of
+from parallelize.state.records import KEY, applied, pipeline_cut, record_of
 from parallelize.state.stage_values import unsharded
 from parallelize.state.stock_methods import guarded_method
 
@@ -18,7 +18,7 @@ _ENDS = (("get_input_embeddings", "set_input_embeddings"), ("get_output_embeddin
 
 
 def serve_resizing(model: nn.Module) -> None:
-    """Let a planned model resize its embedding and head, which the next forward shards as new layers (`later_layers.py`)."""
+    """Let a planned model resize its embedding and head, which the next forward shards as new layers (`replaced_layers.py`)."""
     if callable(getattr(type(model), _NAME, None)):
         model.__dict__[_NAME] = MethodType(_resize, model)
 
@@ -42,7 +42,7 @@ def _resize(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _is_served(model: nn.Module, ends: list[nn.Module]) -> bool:
     record = record_of(model)
-    if record is None or cut_of(model) is not None or applied(model).data is not None:
+    if record is None or pipeline_cut(model) is not None or applied(model).data is not None:
         return False
     planned = [installed(module) for module in ends]
     has_own = any(each is None or each.stock is not None for each in planned)

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from parallelize.axes.tensor.experts.beside_experts import wrong_beside
+from parallelize.axes.tensor.experts.expert_tensor_parallel import check_experts
 from parallelize.axes.tensor.experts.scaled_experts import check_scaled_experts
-from parallelize.axes.tensor.experts.split_experts import check_experts
+from parallelize.axes.tensor.experts.shared_expert_overlap import wrong_beside
 from parallelize.axes.tensor.float8_widths import wrong_float8_widths
 from parallelize.axes.tensor.layers.channel_norm import check_channel_norm, divided_statistics
 from parallelize.axes.tensor.layers.embedding import check_embedding

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from parallelize.axes.tensor.placements import as_dtensor, local_input
-from parallelize.axes.tensor.planned_forward import Planned
+from parallelize.axes.tensor.planned_forward import ModuleRuntime
 from parallelize.comm.groups import Group
 
 
 def gather_normalized(
-    module: nn.Module, planned: Planned, dim: int, mesh: DeviceMesh, group: Group, local: bool
+    module: nn.Module, planned: ModuleRuntime, dim: int, mesh: DeviceMesh, group: Group, local: bool
 ) -> None:
     """Let a module on shards of `dim` gather its input wherever `dim` is one of those that it normalizes.
 

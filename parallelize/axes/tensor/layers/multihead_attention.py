@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.axes.tensor.planned_forward import Planned, installed, on_local_parameters
+from parallelize.axes.tensor.planned_forward import ModuleRuntime, installed, on_local_parameters
 from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
@@ -98,7 +98,7 @@ def _each(function: Callable[[T], T], *tensors: T) -> tuple[T, ...]:
     return tuple(results[id(x)] for x in tensors)
 
 
-def _project(module: Any, planned: Planned, inputs: tuple[T, ...]) -> tuple[T, ...]:
+def _project(module: Any, planned: ModuleRuntime, inputs: tuple[T, ...]) -> tuple[T, ...]:
     """[batch, length, features] of query, key and value -> [batch, this rank's heads, length, width of a head] of each."""
     own = {slot.key: slot.local(module._parameters) for slot in planned.slots}
     bias = own.get("in_proj_bias")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from parallelize.axes.tensor.layers.embedding import check_embedding, vocabulary_embedding
 from parallelize.axes.tensor.placements import BiasedOutput, convert_output, dim_of, local_input
-from parallelize.axes.tensor.planned_forward import Planned, install
+from parallelize.axes.tensor.planned_forward import ModuleRuntime, install
 from parallelize.axes.tensor.torch_styles.module_style import ModuleStyle, Target, planned_of, require_kind
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import chunked, replicated
@@ -151,14 +151,14 @@ class RowwiseParallel(ModuleStyle):
         planned.enter = partial(
             local_input, mesh=target.mesh, group=group, source=source, desired=Shard(-1), partial_grad=False
         )
-        planned.leave, planned.hide_bias = reduce_output, True
+        planned.leave, planned.defer_bias = reduce_output, True
         planned.bias_group = group if scattered else None
         if planned.bias is not None and not self.use_local_output:
             planned.leave = biased = BiasedOutput(reduce_output, target.mesh, self.output_layouts[0])
             target.module.register_forward_hook(biased.wrap)
         install(target.module, planned)
 
-    def _install_embedding(self, target: Target, planned: Planned, reduce_output: Callable) -> None:
+    def _install_embedding(self, target: Target, planned: ModuleRuntime, reduce_output: Callable) -> None:
         forward = vocabulary_embedding(target.module, target.group, reduce_output)
         planned.enter = partial(_full_ids, group=target.group, source=self.input_layouts[0])
         install(target.module, planned, forward)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from parallelize.axes.tensor.placements import local_input
-from parallelize.axes.tensor.planned_forward import Planned
+from parallelize.axes.tensor.planned_forward import ModuleRuntime
 from parallelize.axes.tensor.shared_conversion import SharedConversion
 from parallelize.base.errors import ModelError, PlanError, Problem
 from parallelize.base.layout import Layout
@@ -88,7 +88,7 @@ def target_of(
     return Target(module, facts, mesh, group, sharder, pending_reductions, conversions)
 
 
-def planned_of(target: Target, layouts: dict[str, Layout], partial_keys: tuple[str, ...] = ()) -> Planned:
+def planned_of(target: Target, layouts: dict[str, Layout], partial_keys: tuple[str, ...] = ()) -> ModuleRuntime:
     """Shard the module's parameters and make slots for them.
 
     Args:
@@ -104,7 +104,7 @@ def planned_of(target: Target, layouts: dict[str, Layout], partial_keys: tuple[s
         is_partial = key in partial_keys and target.group.size > 1
         reduction = PendingReduction(order, ((target.group, None, 0, 0),)) if is_partial else None
         slots.append(Slot(key, None, reduction, target.pending_reductions))
-    return Planned(tuple(slots), target.module.__dict__.get("forward"))
+    return ModuleRuntime(tuple(slots), target.module.__dict__.get("forward"))
 
 
 def _check_tie(target: Target, key: str, tied: DTensor, layout: Layout) -> None:

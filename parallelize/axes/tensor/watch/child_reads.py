@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from parallelize.axes.tensor.syntax import local_names, own_attribute, own_path, parsed, receiver
+from parallelize.axes.tensor.syntax import attribute_path, local_names, own_attribute, parsed, receiver
 from parallelize.base.errors import ModelError, Problem
 from parallelize.plan.adapters import adapted_layers
 from parallelize.plan.model_facts import ModelFacts
@@ -208,10 +208,10 @@ def _reads(tree: ast.Module, method: str, function: Any) -> Iterator[ChildRead]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
             continue
-        child = own_path(node.value, own, names)
+        child = attribute_path(node.value, own, names)
         if child and not _is_harmless(node, parents[node]):
             place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno + node.lineno - 1}"
-            yield ChildRead(child, node.attr, method, place, by_name=not own_path(node.value, own))
+            yield ChildRead(child, node.attr, method, place, by_name=not attribute_path(node.value, own))
 
 
 _DESCRIPTION = {"dtype", "device", "shape", "size", "ndim", "dim", "numel", "requires_grad", "is_meta", "is_cuda"}

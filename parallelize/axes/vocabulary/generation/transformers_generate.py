@@ -22,7 +22,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group
 from parallelize.comm.same_host import through_shared_memory
 from parallelize.plan.styles.contract import Conversion
-from parallelize.state.records import applied, cut_of, mark_applied, record_of
+from parallelize.state.records import applied, mark_applied, pipeline_cut, record_of
 
 
 def install_generation(module: nn.Module) -> None:
@@ -88,7 +88,7 @@ def refuse_split(module: nn.Module) -> None:
     Raises: ModelError `cut-model` if other ranks have some of the pipeline stages; `generate-over-ep` if ranks with other
         sequences have some of the experts, so that a rank whose sequences have ended would leave them waiting.
     """
-    cut = cut_of(module)
+    cut = pipeline_cut(module)
     if cut is not None and len(cut.local_stages) < len(cut.stage_ranks):
         what = f"this rank has {len(cut.local_stages)} of the {len(cut.stage_ranks)} stages of {type(module).__name__}"
         fix = "save a checkpoint, and generate on a mesh without pp: any mesh can load it"

@@ -14,7 +14,7 @@ from parallelize.base.torch_private import torch_tensors as private
 T = torch.Tensor
 
 
-class ClassesFirst(torch.Tensor):
+class ChannelFirstLogits(torch.Tensor):
     """What `logits.transpose(1, 2)` of logits [B, S, V] returns. `F.cross_entropy` with targets [B, S] runs on the shards.
 
     Attributes:
@@ -26,7 +26,7 @@ class ClassesFirst(torch.Tensor):
     logits: Any
 
     @classmethod
-    def of(cls, logits: Any, local: T) -> ClassesFirst:
+    def of(cls, logits: Any, local: T) -> ChannelFirstLogits:
         """The logits with the vocabulary moved to dim 1. local: their underlying tensor."""
         with private.plain_functions():
             out = local.movedim(-1, 1).as_subclass(cls)
@@ -39,7 +39,7 @@ class ClassesFirst(torch.Tensor):
         if not args and "input" in kwargs:
             args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
         handler = _HANDLERS.get(func)
-        if handler is not None and args and isinstance(args[0], ClassesFirst):
+        if handler is not None and args and isinstance(args[0], ChannelFirstLogits):
             return handler(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):

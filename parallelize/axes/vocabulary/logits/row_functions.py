@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from parallelize.axes.vocabulary.logits.classes_first import ClassesFirst, order_of
+from parallelize.axes.vocabulary.logits.classes_first import ChannelFirstLogits, order_of
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 
@@ -82,7 +82,7 @@ def _permuted(func: Callable, args: tuple, kwargs: dict) -> T:
     if order[-1] == last:
         return logits.with_local(local.permute(order))
     if order == [0, last, *range(1, last)]:
-        return ClassesFirst.of(logits, local)
+        return ChannelFirstLogits.of(logits, local)
     _refuse_dim(func)
 
 

@@ -23,7 +23,7 @@ from parallelize.state.randomness.init.recorder import record_initialization
 from parallelize.state.randomness.init.stand_ins import recipe_of_stand_ins
 from parallelize.state.randomness.init.stock_generator import replay_stock
 from parallelize.state.randomness.init.write import clear_padding, copy_into, draw_into
-from parallelize.state.records import applied, cut_of, mark_applied
+from parallelize.state.records import applied, mark_applied, pipeline_cut
 from parallelize.state.step_results import expected
 from parallelize.state.stored_slices import StoredTensor, stored_parameters
 
@@ -130,7 +130,7 @@ def _blanks(module: nn.Module) -> dict[str, torch.Tensor]:
         for stored in stored_parameters(module)
         for name in stored.names
     }
-    cut = cut_of(module)
+    cut = pipeline_cut(module)
     for fact in cut.facts.parameters.values() if cut is not None else ():
         for name in fact.names:
             blanks.setdefault(name, torch.empty(fact.shape, dtype=getattr(torch, fact.dtype), device="meta"))
@@ -139,7 +139,7 @@ def _blanks(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _first_names(module: nn.Module) -> dict[str, str]:
     """Name -> the first name of the parameter in the full model, which its key contains."""
-    cut = cut_of(module)
+    cut = pipeline_cut(module)
     if cut is not None:
         return cut.facts.owners
     return {name: stored.fqn for stored in stored_parameters(module) for name in stored.names}

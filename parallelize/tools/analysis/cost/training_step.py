@@ -122,7 +122,7 @@ class RankStep:
                 yield from self.trace.skips.get(source, StageBoundary()).tensors
 
     def _router_sums(self, units: Sequence[str]) -> tuple[tuple[int, bool], ...]:
-        """What units send along for the load-balancing loss: see `axes/zero/router_sums.py`."""
+        """What units send along for the load-balancing loss: see `axes/zero/aux_loss_partials.py`."""
         experts = max((self.trace.routers.get(unit, 0) for unit in units), default=0)
         return ((experts * SUM_BYTES, False), (experts * SUM_BYTES, True), (SUM_BYTES, False)) if experts else ()
 

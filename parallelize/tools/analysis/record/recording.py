@@ -30,10 +30,10 @@ from parallelize.axes.recomputation.recompute import recompute
 from parallelize.axes.tensor.experts.balanced_routing import experts_of
 from parallelize.axes.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.axes.vocabulary.loss.losses import valid_tokens
+from parallelize.axes.zero.aux_loss_partials import recorded_routers
 from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.reduced_parameters import cast_parameters
 from parallelize.axes.zero.router_loss import asks_for_router_loss
-from parallelize.axes.zero.router_sums import recorded_routers
 from parallelize.base.errors import ModelError, ParallelizeError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.meshes import mesh_spec

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallelize import ModelError, build_mesh, parallelize_module
-from parallelize.axes.tensor.experts import whole_experts
+from parallelize.axes.tensor.experts import expert_parallel
 from tests.axes.tensor.experts.test_split_experts import gradients
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
@@ -15,13 +15,13 @@ from tests.support.threads import run_ranks
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_rows_of_chosen_experts_alone_are_sent(monkeypatch, k):
-    rows, stock = [], whole_experts.routes_of
+    rows, stock = [], expert_parallel.routes_of
 
     def counting(choices, *args):
         rows.append(len(choices))
         return stock(choices, *args)
 
-    monkeypatch.setattr(whole_experts, "routes_of", counting)
+    monkeypatch.setattr(expert_parallel, "routes_of", counting)
     model, (ids, labels) = tiny_model("llama4_text", torch.float64, num_experts_per_tok=k), tiny_batch(length=8)
     expected, results = gradients(model, ids, labels, ep=2, sequence_parallel=True)
     for actual in results:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelize import Muon, balanced_routing, build_mesh, parallelize_model
-from parallelize.axes.tensor.experts import whole_experts
+from parallelize.axes.tensor.experts import expert_parallel
 from parallelize.axes.tensor.experts.balanced_routing import experts_of
 from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.shard_data import data_of
@@ -166,7 +166,7 @@ def messages_to_one_rank(rank: int, *configuration: Any) -> Any:
     job = trained(*configuration)
     module, routes, received = job.parallel.module, [], []
     choose_first_experts(module)
-    routes_of, all_to_all = whole_experts.routes_of, dist.all_to_all_single
+    routes_of, all_to_all = expert_parallel.routes_of, dist.all_to_all_single
 
     def seen_routes(*args: Any) -> Any:
         routes.append(routes_of(*args))
@@ -178,7 +178,7 @@ def messages_to_one_rank(rank: int, *configuration: Any) -> Any:
         return all_to_all(out, x, sizes, *rest, group=group, **more)
 
     patches = (
-        mock.patch.object(whole_experts, "routes_of", seen_routes),
+        mock.patch.object(expert_parallel, "routes_of", seen_routes),
         mock.patch.object(dist, "all_to_all_single", seen_rows),
     )
     with patches[0], patches[1], Counting(job.spec) as counting:

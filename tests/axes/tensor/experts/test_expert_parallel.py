@@ -20,7 +20,7 @@ from parallelize import (
     parallelize_module,
     routing_load,
 )
-from parallelize.axes.tensor.experts import whole_experts
+from parallelize.axes.tensor.experts import expert_parallel
 from parallelize.axes.tensor.experts.expert_load import EXPERT, RANK, ExpertLoad
 from parallelize.base.mesh import MeshSpec
 from parallelize.ops.experts.routes import routes_of
@@ -295,7 +295,7 @@ def test_a_recomputed_unit_routes_once(monkeypatch):
         calls.append(len(choices))
         return routes_of(choices, *args)
 
-    monkeypatch.setattr(whole_experts, "routes_of", counted)
+    monkeypatch.setattr(expert_parallel, "routes_of", counted)
     models = [copy.deepcopy(model) for _ in range(2)]
     ids, labels = tiny_batch(length=8)
 

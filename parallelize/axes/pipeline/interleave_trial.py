@@ -1,6 +1,6 @@
 """Whether a step is faster in pairs of a forward and a backward, or in order: measured in the first steps of training.
 
-The two give the same numbers (see `paired_actions.py`), so that the steps that are compared are steps of training. They take
+The two give the same numbers (see `interleaved_actions.py`), so that the steps that are compared are steps of training. They take
 turns: in pairs, in order, in pairs, ... Every rank decides by the sums of all ranks' times, which are equal on all of them and
 travel with the sums that a step has anyway, one step later.
 """

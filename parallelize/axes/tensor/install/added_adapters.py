@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.axes.tensor.install.installer import Installer
-from parallelize.axes.tensor.install.later_layers import plan_later_layers
 from parallelize.axes.tensor.install.peft_calls import prepare_peft
+from parallelize.axes.tensor.install.replaced_layers import plan_later_layers
 from parallelize.axes.tensor.planned_forward import installed
 from parallelize.base.errors import ModelError, Problem
 from parallelize.plan.adapters import (
@@ -36,16 +36,16 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ParameterRow
 from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
-from parallelize.state.early_optimizers import give_new_parameters
+from parallelize.state.early_optimizers import rebind_parameters
 from parallelize.state.later_changes import when_changed
 from parallelize.state.quantization.quantized_linear import QuantizedLinear
 from parallelize.state.records import (
     PlanRecord,
     applied,
     axis_of_layout,
-    cut_of,
     mark_applied,
     part_of,
+    pipeline_cut,
     record_of,
     resolution_so_far,
 )
@@ -114,7 +114,7 @@ def _plan_added(model: nn.Module) -> None:
     planned = record.resolved.modules
     unplanned = [name for name in copied_layers(facts) if f"{name}.{ORIGINAL}" not in planned]
     copied = [name for name in unplanned if name in edges or applied(model).data is not None]
-    cut = cut_of(model)
+    cut = pipeline_cut(model)
     if cut is not None and not cut.facts.owners.keys() >= added.keys():
         _changed(weakref.ref(model))  # a stage that is called by itself, which is refused: the next step takes them
         return
@@ -201,13 +201,13 @@ def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, added: dict[s
     plan, rows = _rows(record, facts, added)
     resolved = _renamed(record.resolved, plan, facts, rows)
     over_all_axes = resolution_so_far(model)
-    if cut_of(model) is None:  # of stages the plan of the full model is resolved again
+    if pipeline_cut(model) is None:  # of stages the plan of the full model is resolved again
         over_all_axes = _renamed(over_all_axes, plan, facts, rows)
     new = replace(resolved, modules=rows.modules, parameters=rows.parameters, regions=(), attributes={})
     Sharder(0, None, None).shard(model, new, partial(axis_of_layout, tp=record.tp, folded=record.folded))
-    give_new_parameters([(added.pop(name), model.get_parameter(name)) for name in list(added)])
+    rebind_parameters([(added.pop(name), model.get_parameter(name)) for name in list(added)])
     part = replace(facts, modules={name: facts.modules[name] for name in _modules_of(facts, rows)})
-    Installer(record.tp, record.group, part, resolved, record.pending_reductions).run_added()
+    Installer(record.tp, record.group, part, resolved, record.pending_reductions).install_added()
     mark_applied(model, plan=replace(record, resolved=resolved), resolved=over_all_axes)
     install_state_hooks(model)
 

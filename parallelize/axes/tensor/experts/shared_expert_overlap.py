@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.axes.tensor.planned_forward import Planned, install, installed
+from parallelize.axes.tensor.planned_forward import ModuleRuntime, install, installed
 from parallelize.base.errors import Problem
 from parallelize.ops import replay_cache
 from parallelize.plan.adapters import BASE
@@ -98,7 +98,7 @@ class ComputedAhead:
             )
 
 
-def compute_beside(model: ModelFacts, row: ModuleRow) -> None:
+def compute_overlapped(model: ModelFacts, row: ModuleRow) -> None:
     """Make planned experts compute what their rule names `beside` them. Everything else of the block is planned already."""
     block, fqn = _block_and_name(row)
     if fqn not in model.objects:
@@ -106,7 +106,7 @@ def compute_beside(model: ModelFacts, row: ModuleRow) -> None:
     experts, module = model.objects[row.fqn], model.objects[fqn]
     planned = installed(module)
     if planned is None:
-        install(module, planned := Planned((), module.__dict__.get("forward")))
+        install(module, planned := ModuleRuntime((), module.__dict__.get("forward")))
     ahead = ComputedAhead(fqn, module)
     planned.ahead, planned.plain = ahead, module.__dict__["forward"].__func__
     module.__dict__["forward"] = MethodType(_computed_ahead, module)

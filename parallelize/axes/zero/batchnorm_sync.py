@@ -15,7 +15,7 @@ from parallelize.comm.groups import Group
 _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class RunningStatistics:
+class BatchNormSync:
     """The running statistics of a model.
 
     Args:

@@ -51,7 +51,7 @@ _COPY_WEIGHTS = ("modules_to_save", "trainable_token_indices", "token_indices")
 """Settings of PEFT by which an adapter begins with weights of the model."""
 
 
-class LaterParameters:
+class AddedParameters:
     """Takes parameters in that train only since `shard_data`: a forward hook of the model, and a call.
 
     Args:
@@ -249,7 +249,7 @@ def _dropouts(module: nn.Module) -> list[nn.Dropout]:
     ]
 
 
-def _changed(later: weakref.ref[LaterParameters]) -> None:
+def _changed(later: weakref.ref[AddedParameters]) -> None:
     taker = later()
     if taker is not None:
         taker.changed()

@@ -25,13 +25,13 @@ from parallelize.plan.pattern import alternatives, is_default, matches
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ParameterRow
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
-from parallelize.state.early_optimizers import give_new_parameters
+from parallelize.state.early_optimizers import rebind_parameters
 from parallelize.state.records import (
     PlanRecord,
     applied,
     axis_of_layout,
-    cut_of,
     mark_applied,
+    pipeline_cut,
     record_of,
     resolution_so_far,
 )
@@ -93,7 +93,7 @@ def _is_named(record: PlanRecord, name: str) -> bool:
 def _refuse(model: nn.Module, record: PlanRecord, facts: ModelFacts, names: list[str]) -> None:
     data = applied(model).data
     reasons = {
-        "the model is cut into pipeline stages": cut_of(model) is not None,
+        "the model is cut into pipeline stages": pipeline_cut(model) is not None,
         "its parameters are sharded over data axes (ZeRO 3)": data is not None and data.zero == 3,
         "collectives of its linears overlap with their matmuls": record.resolved.options.overlap != "off",
         "experts are of the plan's ranks": any(facts.modules[name].kind == "experts" for name in names),
@@ -149,13 +149,13 @@ def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, rows: TensorR
     before = {name: model.get_parameter(name) for name in rows.parameters}
     new = replace(resolved, modules=rows.modules, parameters=rows.parameters, regions=(), attributes={})
     Sharder(0, None, None).shard(model, new, partial(axis_of_layout, tp=record.tp, folded=record.folded))
-    give_new_parameters([(parameter, model.get_parameter(name)) for name, parameter in before.items()])
+    rebind_parameters([(parameter, model.get_parameter(name)) for name, parameter in before.items()])
     part = replace(facts, modules={name: facts.modules[name] for name in names})
     installer = Installer(record.tp, record.group, part, resolved, record.pending_reductions, inputs=record.inputs)
     region: Any = record.region
     if region is not None:  # the one that knows the lengths of the forward
         installer.region = region
-    installer.run_added()
+    installer.install_added()
     for name in names:
         mark_applied(model.get_submodule(name), name=name)
     mark_applied(model, plan=replace(record, resolved=resolved), resolved=over_all_axes)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize import HandshakeError, build_mesh, parallelize_model, shard_data
-from parallelize.axes.zero.unit_order import UnitOrder
+from parallelize.axes.zero.collective_order import UnitOrder
 from tests.axes.zero import zero_jobs as jobs
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks

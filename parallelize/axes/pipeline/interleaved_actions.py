@@ -55,7 +55,7 @@ def paired(actions: Iterable[Action]) -> Iterator[Action | Pair]:
         yield before
 
 
-class PairRunner:
+class InterleavedRunner:
     """Runs pairs of actions on a device. It has a thread for backwards, which ends with it."""
 
     def __init__(self, device: torch.device):

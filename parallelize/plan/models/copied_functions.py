@@ -35,9 +35,8 @@ class _Rebinding:
 
     def __init__(self, copies: Mapping[int, Any]):
         self.copies = copies
-        self.done: dict[
-            int, tuple[Any, Any]
-        ] = {}  # by id, the value, which must not be freed meanwhile, and what it becomes
+        # by id, the value, which must not be freed meanwhile, and what it becomes
+        self.done: dict[int, tuple[Any, Any]] = {}
 
     def of(self, value: Any) -> Any:
         if isinstance(value, (nn.Module, torch.Tensor)):

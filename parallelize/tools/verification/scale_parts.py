@@ -86,7 +86,7 @@ def _match_projections(small: Any, real: Any) -> None:
     """A text that is projected to the width of images stays so."""
     text, images = small.text_config, getattr(small, "vision_config", None)
     width = getattr(getattr(real, "vision_config", None), "hidden_size", None)
-    if width is not None and vars(real.text_config).get("projection_size") == width:
+    if images is not None and width is not None and vars(real.text_config).get("projection_size") == width:
         text.projection_size = images.hidden_size
 
 

@@ -42,7 +42,7 @@ from parallelize.state.forward_rows import BatchPart
 from parallelize.state.later_changes import plan_changes
 from parallelize.state.randomness.dropout.position import Clock, Position
 from parallelize.state.records import Cut, mark_applied, pipeline_cut, record_of
-from parallelize.watchdog.watching import follows_from_another_rank, telling_of
+from parallelize.watchdog.watching import telling_of
 
 log = logging.getLogger("parallelize")
 T = torch.Tensor
@@ -387,8 +387,7 @@ class Pipeline:
         except BaseException as error:
             for key in set(self._headers) - known:  # the neighbor may not have them
                 del self._headers[key]
-            if follows_from_another_rank(error):
-                failure.raise_told(None, error)
+            failure.raise_reason(error)
             raise
         finally:
             self._spans = run.spans
@@ -410,8 +409,6 @@ class Pipeline:
         self.check.raise_difference()  # which an accelerator tells only after the step
         if self.mesh.size() == 1 and run.cause is not None:
             raise run.cause
-        if run.failure is not None:
-            failure.forget_told()
         failure.raise_together(run.failure, self.world, run.cause)
 
     def _report_pairs(self, text: str) -> None:
@@ -435,20 +432,10 @@ class Pipeline:
         if trial is not None:
             totals[2] = trial.own_s or 0.0
         with telling_of(run.cause):
-            if run.failure is not None:
-                failure.tell(run.failure, run.cause)
-            self._sum_outcomes(totals, run)
+            failure.sum_outcomes(totals, self.world, run.failure, run.cause)
         if trial is not None:
             trial.take(float(totals[2]) / self.mesh.size())
         return bool(totals[0] > 0) or self.check.differs(), totals[1]
-
-    def _sum_outcomes(self, totals: T, run: StepRun) -> None:
-        """Raises: PipelineError `stage-failed` with the first error that is known, where the ranks cannot reach each other after it."""
-        try:
-            dist.all_reduce(totals, group=self.world)
-        except RuntimeError as error:
-            failure.raise_told(run.failure, run.cause or error)
-            raise
 
 
 def _is_forward(step: Any) -> bool:

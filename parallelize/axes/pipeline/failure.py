@@ -88,25 +88,51 @@ def raise_together(local: Failure | None, group: dist.ProcessGroup, cause: BaseE
 
     Raises: PipelineError `stage-failed`.
     """
+    if local is not None:
+        _forget_told()
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, None if local is None else asdict(local), group=group)
     failures = sorted((Failure(**fields) for fields in gathered if fields), key=lambda failure: failure.at)
     raise _stage_failed(failures) from cause
 
 
-def tell(local: Failure, cause: BaseException | None) -> None:
-    """Put this rank's failure into the store, unless it follows from another rank's or an earlier one is there.
+def sum_outcomes(totals: torch.Tensor, group: dist.ProcessGroup, local: Failure | None, cause: Any) -> None:
+    """Add the totals of all ranks, in place. A collective.
 
-    Cost: one message to the store, in a step that fails.
+    A failure of this rank is in the store meanwhile, for ranks that never get here, because they wait for this one in a collective.
+
+    Args:
+        local, cause: the failure of this rank and its exception, or None.
+
+    Raises: PipelineError `stage-failed` with the first failure that is known, where the ranks cannot reach each other.
     """
+    if local is not None and not (cause is not None and follows_from_another_rank(cause)):
+        _tell(local)
+    try:
+        dist.all_reduce(totals, group=group)
+    except RuntimeError as error:
+        _raise_known(local, cause or error)
+        raise
+
+
+def raise_reason(error: BaseException) -> None:
+    """Raise the failure that an error follows from; nothing where none is known.
+
+    Raises: PipelineError `stage-failed`, from the error.
+    """
+    if follows_from_another_rank(error):
+        _raise_known(None, error)
+
+
+def _tell(local: Failure) -> None:
+    """Put a failure into the store, unless an earlier one is there."""
     store = default_store()
-    if store is None or (cause is not None and follows_from_another_rank(cause)):
-        return
     with suppress(RuntimeError):  # the process that has the store is gone
-        store.compare_set(_KEY, "", json.dumps(asdict(local)))
+        if store is not None:
+            store.compare_set(_KEY, "", json.dumps(asdict(local)))
 
 
-def told() -> Failure | None:
+def _told() -> Failure | None:
     """The failure in the store, of any rank; None where there is none."""
     store = default_store()
     with suppress(RuntimeError):
@@ -115,20 +141,16 @@ def told() -> Failure | None:
     return None
 
 
-def forget_told() -> None:
-    """Remove the failure from the store: all ranks have exchanged theirs, and a later step may fail otherwise."""
+def _forget_told() -> None:
+    """Remove the failure from the store: all ranks exchange theirs, and a later step may fail otherwise."""
     store = default_store()
     with suppress(RuntimeError):
         if store is not None:
             store.delete_key(_KEY)
 
 
-def raise_told(local: Failure | None, cause: BaseException) -> None:
-    """Raise this rank's failure and that of the store, where the ranks cannot reach each other any more; nothing without one.
-
-    Raises: PipelineError `stage-failed`, from the cause.
-    """
-    failures = {found.rank: found for found in (local, told()) if found is not None}
+def _raise_known(local: Failure | None, cause: BaseException) -> None:
+    failures = {found.rank: found for found in (local, _told()) if found is not None}
     if failures:
         raise _stage_failed(sorted(failures.values(), key=lambda failure: failure.at)) from cause
 

@@ -64,6 +64,7 @@ def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sweep
 @pytest.mark.processes
 def test_a_failing_run_is_named_and_the_others_go_on(tmp_path, capsys):
     runs = [suite.Run("broken", "no_such_script"), suite.Run("scale_of_nothing", "scale", "--help")]

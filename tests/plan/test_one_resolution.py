@@ -41,6 +41,7 @@ def change(monkeypatch: pytest.MonkeyPatch, name: str, edit: Any) -> None:
     monkeypatch.setattr(decisions, name, lambda *args, **keywords: edit(decide(*args, **keywords)))
 
 
+@pytest.mark.sweep
 def test_the_stages_of_a_pipeline(monkeypatch):
     def readers() -> list[Any]:
         with trained("pp=2") as (model, text):

@@ -18,6 +18,12 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes of a tree, walked once for all rules."""
+    return tuple(ast.walk(tree))
+
+
 def module_name(file: str) -> str:
     """`plan/parse.py` -> `plan.parse`."""
     return file.removesuffix(".py").replace("/", ".")

@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from tests.policy.sources import PATHS, ROOT, module_name, tree_of
+from tests.policy.sources import PATHS, ROOT, module_name, nodes_of, tree_of
 
 pytestmark = pytest.mark.xdist_group("sources")
 ROOMS_BY_FLOOR = (
@@ -145,7 +145,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
     Raises: AssertionError for an import that would hide a module: `import parallelize`, and public names from the package.
     """
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 assert alias.name != "parallelize", "import what is used, from its module"
@@ -247,7 +247,7 @@ def test_no_import_up_is_hidden_in_a_string():
         (name, target)
         for name, path in FILES.items()
         if name != "__init__"
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(tree_of(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and (target := module_of(node.value))
     }
     assert not [(name, target) for name, target in names if FLOOR[room_of(target)] > FLOOR[room_of(name)]]
@@ -272,7 +272,7 @@ def test_the_targets_of_imports_are_found():
 
 
 def inside_functions(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from (inner for inner in ast.walk(node) if isinstance(inner, (ast.Import, ast.ImportFrom)))
 
@@ -297,7 +297,7 @@ def test_imports_for_types_alone_are_listed_with_their_reason():
     guarded = {
         name
         for name, path in FILES.items()
-        if any(isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for node in ast.walk(tree_of(path)))
+        if any(isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for node in nodes_of(tree_of(path)))
     }
     assert guarded - {"__init__"} == set(TYPES_ONLY)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import parallelize
-from tests.policy.sources import PATHS, module_name, tree_of
+from tests.policy.sources import PATHS, module_name, nodes_of, tree_of
 
 pytestmark = pytest.mark.xdist_group("sources")
 PRIVATE_ATTRIBUTES = {"_local_tensor", "_spec", "_C", "_execution_engine", "_op_dispatcher"}
@@ -27,10 +27,10 @@ TORCH_FREE = re.compile(r"__init__|__main__|cli\b|base\.(?!torch_private)|plan\.
 
 def imports(path: Path) -> list[str]:
     tree = tree_of(path)
-    checked = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    checked = [node for node in nodes_of(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     skipped = {id(node) for block in checked for node in ast.walk(block)}
     names = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -59,7 +59,7 @@ def test_words_styles_and_plans_do_not_import_torch():
 
 def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Lines and private names of torch."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             yield from ((node.lineno, part) for part in parts if part.startswith("_"))
@@ -89,7 +89,7 @@ def test_no_public_name_is_also_a_module():
 
 
 def test_the_map_of_public_names_is_the_imports_that_type_checkers_see():
-    imports = [node for node in ast.walk(tree_of(PATHS["__init__.py"])) if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in nodes_of(tree_of(PATHS["__init__.py"])) if isinstance(node, ast.ImportFrom)]
     seen = {
         alias.asname: node.module
         for node in imports
@@ -196,7 +196,7 @@ def test_functions_and_files_stay_small():
     for file, path in PATHS.items():
         text = path.read_text()
         assert text.count("\n") <= 460, file
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 documented = ast.get_docstring(node) is not None
                 first = node.body[1 if documented and len(node.body) > 1 else 0]
@@ -245,7 +245,7 @@ def test_files_share_a_name_only_where_it_means_the_same():
 def test_every_class_has_a_name_of_its_own():
     homes: dict[str, list[str]] = {}
     for file, path in PATHS.items():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(file)
     assert not {name: files for name, files in homes.items() if len(files) > 1}

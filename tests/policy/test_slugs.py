@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.policy.sources import PATHS, tree_of
+from tests.policy.sources import PATHS, nodes_of, tree_of
 
 pytestmark = pytest.mark.xdist_group("sources")
 TESTS = Path(__file__).parents[1]
 SLUG = re.compile(r"(?<![a-z0-9-])[a-z0-9]+(?:-[a-z0-9]+)*(?![a-z0-9-])")
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 Helpers = dict[str, tuple[int, ast.expr | None]]  # name to (position of its argument `slug`, that argument's default)
 
@@ -30,7 +32,7 @@ def strings_of(value: ast.expr | None) -> Iterator[str]:
 def helpers_of(tree: ast.AST) -> Helpers:
     """The functions that take an argument `slug`, which they pass to a Problem."""
     positions: Helpers = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.FunctionDef):
             names = [argument.arg for argument in node.args.args]
             if "slug" in names:
@@ -55,7 +57,7 @@ def slugs_of(trees: Iterable[ast.AST]) -> set[str]:
     slugs_of_files: set[str] = set()
     for tree in trees:
         helpers = {**public, **helpers_of(tree), "Problem": (0, None)}
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.Call):
                 slugs_of_files.update(slugs_of_call(node, helpers))
             elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "slug":
@@ -69,19 +71,18 @@ def slugs() -> set[str]:
 
 def words_of(tree: ast.AST) -> set[str]:
     """The words in the string literals of a test, docstrings left out, each as far as letters, digits and hyphens go."""
-    documented = (
-        node.body[0] for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list) and node.body
-    )
+    nodes = list(ast.walk(tree))
+    documented = (node.body[0] for node in nodes if isinstance(node, _DOCUMENTED) and node.body)
     docstrings = {id(first.value) for first in documented if isinstance(first, ast.Expr)}
     return {
         word
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
         for word in SLUG.findall(node.value)
     }
 
 
-def tested_words() -> set[str]:
+def words_of_tests() -> set[str]:
     files = [path for path in sorted(TESTS.rglob("*.py")) if path.parent != Path(__file__).parent]
     return set().union(*(words_of(ast.parse(path.read_text())) for path in files))
 
@@ -89,7 +90,7 @@ def tested_words() -> set[str]:
 def test_each_error_occurs_in_a_test():
     known_slugs = slugs()
     assert len(known_slugs) > 280
-    assert not known_slugs - tested_words()
+    assert not known_slugs - words_of_tests()
 
 
 def test_every_way_to_name_an_error_is_found():

@@ -78,6 +78,7 @@ def check(model, axes, options, per_rank=2, length=7):
     run_ranks(len(models), body)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"defer": True}], ids=str)
 def test_zero_2_with_copies_of_experts_on_replicas_alone(options):
     """What `dp` splits of dense parameters is reduced in each backward; experts, which it does not split, once per step."""
@@ -85,6 +86,7 @@ def test_zero_2_with_copies_of_experts_on_replicas_alone(options):
     check(tiny_model("mixtral", torch.float64), axes, {"ep": 2, "zero": 2, "num_microbatches": 2, **options})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp_replicate": 2, "dp": 2}], ids=str)
 def test_zero_3_with_one_copy_of_each_expert_in_recomputed_layers(axes):
     """Their unit gathers nothing, and runs other ops of `fully_shard` in a replay than in the forward."""

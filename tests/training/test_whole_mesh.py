@@ -111,6 +111,7 @@ def test_experts_folded_over_data_axes(four_processes, family, axes, options):
     four_processes.run(jobs.mesh_parity, family, axes, torch.float64, dict(options))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_pipeline_stage_without_experts(four_processes, zero):
     """The first layer of DeepSeek-V3 is dense, and alone on the first stage: its ranks are in the groups of the experts too."""
@@ -135,6 +136,7 @@ def test_eight_ranks_of_everything_at_other_stages_of_zero(eight_processes, zero
     eight_processes.run(jobs.mesh_parity, "gpt2", {"pp": 2, "dp": 2, "tp": 2}, torch.float64, options)
 
 
+@pytest.mark.sweep
 @pytest.mark.variants(every=3)
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_norms_with_shared_heads_ties_and_frozen_parameters(four_processes, zero):

@@ -19,6 +19,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.variants(every=4)
 @pytest.mark.parametrize(("name", "sizes", "options", "packed"), CASES)
 def test_equals_one_process(four_processes, name, sizes, options, packed):

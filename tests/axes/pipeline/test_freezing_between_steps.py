@@ -22,6 +22,7 @@ def freeze(module: torch.nn.Module, trained: str) -> None:
         parameter.requires_grad_(trained == "all" or is_first == (trained == "first"))
 
 
+@pytest.mark.variants(every=1)
 @pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 0), ("interleaved_1f1b", 2)])
 @pytest.mark.parametrize("first", ["last", "all"])
 def test_stages_thaw_and_freeze(schedule, zero, first):

@@ -55,6 +55,7 @@ def test_the_failing_rank_keeps_its_own_traceback(two_processes):
 ZBV = pytest.param("zbv", marks=pytest.mark.skipif(not at_least(2, 13), reason="graphs' backwards cannot be split"))
 
 
+@pytest.mark.sweep
 @pytest.mark.variants(every=4)
 @pytest.mark.parametrize("schedule", ["1f1b", ZBV])
 @pytest.mark.parametrize("compiled_first", [True, False], ids=["before the plan", "after it"])

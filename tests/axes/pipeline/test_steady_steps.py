@@ -47,6 +47,7 @@ def decisions_of(run: Callable[[], Any]) -> Counter:
     return counts
 
 
+@pytest.mark.variants(every=1)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

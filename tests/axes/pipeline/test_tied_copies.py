@@ -160,6 +160,7 @@ def test_an_edit_of_one_copy_is_named_in_the_next_step(axes, options, name):
     assert TIED in texts[0] and "the copies on ranks 0, " in texts[0] and "are not equal" in texts[0]
 
 
+@pytest.mark.variants(every=1)
 @ON_MESHES
 def test_edits_of_all_copies_and_more_writes_of_equal_values_are_accepted(axes, options):
     assert set(after_a_step(axes, options, doubled("embed_tokens", "lm_head"))) == {""}

@@ -25,6 +25,7 @@ def test_fully_shard(four_processes, when, mixed, inner):
         assert result == [(0, 4, 4)] * 3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_collectives_are_not_sent_twice(two_processes, sequence_parallel):
     for plain, full, collectives, selective in two_processes.run(jobs.counts, sequence_parallel):

@@ -23,6 +23,7 @@ def test_same_numbers(two_processes, backend, sequence_parallel, overlap):
         assert max(result["output"], result["gradients"]) < 1e-12, result
 
 
+@pytest.mark.sweep
 def test_same_collectives_for_tensor_parallelism(two_processes):
     result = two_processes.run(jobs.compiled, "counting", False, timeout_s=240)[0]
     assert result["compiled"] == {"forward all_reduce": 2, "backward all_reduce": 2}

@@ -29,6 +29,7 @@ def averaged(parallel, rows):
     return full_state_dict(average.module, every_rank=True)
 
 
+@pytest.mark.variants(every=1)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_average_of_the_weights_at_each_stage(zero):
     base = tiny_model("llama", torch.float64)

@@ -102,6 +102,7 @@ def compare(model: nn.Module, optimizer: Any, reference: nn.Module, tolerance: f
             torch.testing.assert_close(actual[name].double(), expected_grad.double(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.variants(every=1)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_whoever_edits_gradients_edits_those_of_both(zero):
     initial = net()

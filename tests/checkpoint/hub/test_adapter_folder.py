@@ -27,6 +27,7 @@ MESHES = {
 FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
+@pytest.mark.variants(every=1)
 @pytest.mark.parametrize(
     ("mesh", "kind", "family"),
     [

@@ -24,6 +24,7 @@ def settings_of(folder):
     return {name: saved.get(name) for name in SETTINGS}
 
 
+@pytest.mark.variants(every=1)
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("settings", [SETTINGS, UNWRITABLE], ids=["sampled", "unwritable"])
 def test_settings_are_loaded_and_written(tmp_path, settings, axes):

@@ -483,6 +483,7 @@ def test_a_plain_module_keeps_its_names():
     assert {name: shape for name, (shape, _) in written.items()} == names | {"first.weight": (4, 4)}
 
 
+@pytest.mark.sweep
 @pytest.mark.processes
 def test_a_plain_module_imports_no_transformers():
     code = (

@@ -44,6 +44,7 @@ def test_loading_and_saving_gives_the_same_folder(four_processes, sources, tmp_p
         assert not wrong
 
 
+@pytest.mark.variants(every=1)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

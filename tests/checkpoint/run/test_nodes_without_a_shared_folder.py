@@ -194,6 +194,7 @@ def test_a_model_on_meta_and_rebuilt_optimizers_are_filled_from_other_nodes(copi
     assert run_ranks(2, body) == [[], []]
 
 
+@pytest.mark.sweep
 def test_a_node_without_its_folder_receives_everything(copied):
     """Replaced nodes have no files, and need none if some node has them: also where the first node is a new one."""
     shutil.copytree(copied.root / "node-0", copied.root / "node-1", dirs_exist_ok=True)

@@ -53,6 +53,7 @@ def test_a_run_continues(tmp_path):
         assert all(torch.equal(mine[key], theirs[key]) for key in ("exp_avg", "exp_avg_sq"))
 
 
+@pytest.mark.variants(every=1)
 @pytest.mark.parametrize("start", ["on meta", "live"])
 @pytest.mark.parametrize("source", ["checkpoint", "pretrained"])
 def test_shards_of_both_dims(tmp_path, source, start):

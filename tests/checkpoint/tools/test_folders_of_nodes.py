@@ -59,6 +59,7 @@ def assert_weights(weights: dict[str, Any], state: dict[str, torch.Tensor]) -> N
     assert all(torch.equal(value, state[f"model/{name}"]) for name, value in weights.items())
 
 
+@pytest.mark.sweep
 def test_several_folders_are_reshaped_and_converted_as_one(nodes, tmp_path):
     folders, state = nodes
     for number, source in enumerate((folders, [folder / STEP for folder in folders])):

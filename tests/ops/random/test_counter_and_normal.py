@@ -44,6 +44,7 @@ def test_bits_are_those_of_an_independent_implementation():
         assert int(bits(KEYS[0], torch.tensor([index]))[0]) & mask == z
 
 
+@pytest.mark.sweep
 @pytest.mark.processes
 def test_keys_are_the_same_in_every_process_and_differ_by_each_part():
     code = "from parallelize.ops.random.counter import key; print(*key(3, 'model.layers.0', 5, 7))"

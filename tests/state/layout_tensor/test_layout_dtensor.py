@@ -236,6 +236,7 @@ def test_compiled_steps_give_gradients_of_its_class(two_processes, kind):
         assert largest < EXACT and alike
 
 
+@pytest.mark.sweep
 @pytest.mark.variants(every=7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["shard_data", "fully_shard"])

@@ -13,6 +13,7 @@ from tests.support.models import tiny_model
 from tests.support.threads import run_ranks
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("builds_again", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_a_run_goes_on_on_another_mesh(tmp_path, builds_again):
     base = tiny_model("gpt2", torch.float64)

@@ -93,6 +93,7 @@ def test_a_step_on_a_mesh_is_that_of_tensor_parallelism_alone(zero):
         assert worst(actual, expected)[0] < 1e-10
 
 
+@pytest.mark.sweep
 def test_a_comparison_of_numbers_leaves_float8_out():
     assert verify(lambda: in_float8(tiny_model("llama", **SIZES)), "llama", "tp=2").ok
 

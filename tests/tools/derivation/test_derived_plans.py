@@ -109,6 +109,7 @@ def derived_from(make, inputs):
     return derived
 
 
+@pytest.mark.variants(every=1)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_file_of_a_plan(name):
     derived = derived_from(*MADE[name])

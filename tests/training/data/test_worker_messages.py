@@ -63,6 +63,7 @@ def test_what_is_no_plain_tensor_is_left_to_torch():
     assert isinstance(made["parameter"], nn.Parameter) and made["parameter"].tolist() == [1, 1]
 
 
+@pytest.mark.sweep
 def test_a_batch_may_have_more_samples_than_a_process_may_have_files():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(300, limits[1]), limits[1]))

@@ -74,6 +74,7 @@ def assert_same(actual, expected, tolerance=1e-6):
         assert actual[name] == pytest.approx(values, rel=tolerance), name
 
 
+@pytest.mark.variants(every=1)
 @pytest.mark.parametrize(("axes", "options", "settings"), CASES)
 def test_steps_and_evaluations_are_those_of_one_process(ranks, tmp_path, axes, options, settings):
     expected = jobs.run_trainer(0, str(tmp_path / "one"), None, **settings)

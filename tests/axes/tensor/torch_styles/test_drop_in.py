@@ -14,6 +14,7 @@ def processes(request):
     return request.getfixturevalue({2: "two_processes", 4: "four_processes"}[request.param])
 
 
+@pytest.mark.sweep
 @pytest.mark.variants(every=4)
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("order", ["head last", "head first"])
@@ -56,6 +57,7 @@ ONE = [
 ]
 
 
+@pytest.mark.variants(every=1)
 @pytest.mark.parametrize("name", ONE)
 def test_collectives_of_one_style_by_their_names(processes, name):
     """In the first forward too, whose comparison of inputs is none of the model's collectives."""

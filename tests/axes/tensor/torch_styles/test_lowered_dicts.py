@@ -166,6 +166,7 @@ def test_what_no_style_names_stays_plain():
     assert "scale " in text and "  plain" in text
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["tensor", "sequence"])
 def test_dicts_are_verified(kind):
     report = verify(with_inputs, DICTS[kind](), "tp=2")

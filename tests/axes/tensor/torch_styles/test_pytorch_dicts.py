@@ -14,6 +14,7 @@ from tests.axes.tensor import jobs
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["tensor", "sequence", "loss"])
 def test_tutorial_dicts(two_processes, kind):
     ours = two_processes.run(jobs.tutorial, kind, "ours")

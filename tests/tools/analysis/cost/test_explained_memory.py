@@ -91,6 +91,7 @@ def test_mixed_precision_with_zero(four_processes):
     check(four_processes, "gpt2", {"dp": 2, "tp": 2}, options)
 
 
+@pytest.mark.sweep
 @pytest.mark.variants(every=6)
 @pytest.mark.parametrize(
     ("family", "schedule", "tied"),

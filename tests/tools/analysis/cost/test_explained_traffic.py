@@ -176,6 +176,7 @@ def test_what_the_load_balancing_loss_sends(four_processes, sizes, options):
     check(four_processes, "qwen2_moe", sizes, options, batch=4, length=16, model=model)
 
 
+@pytest.mark.sweep
 @pytest.mark.variants(every=3)
 @pytest.mark.parametrize(
     ("sizes", "options"),

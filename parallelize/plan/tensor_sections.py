@@ -124,7 +124,8 @@ def _local_inputs(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalIn
                 yield LocalInput(pattern, argument, None, width[1], where, optional)
                 continue
             try:
-                style = parse_style(text, where) if text is not None else None
+                is_style = text is not None and not text.strip().startswith("width(")
+                style = parse_style(text, where) if text is not None and is_style else None
             except PlanError as error:
                 reader.problems.extend(error.problems)
                 continue

@@ -283,8 +283,8 @@ class _Derivation:
 
 
 def _in_each(texts: list[str]) -> str:
-    """The line that says what was raised, where that of several failures is one and the same; empty: they differ."""
-    raised = [re.search(r"^ +what +(\w+: .*)$", text, re.MULTILINE) for text in texts]
+    """The line that says what was raised, where that of several failures is the same, wherever it was seen; empty: they differ."""
+    raised = [re.search(r"^ +what +(\w+: .*?)(?:; seen at .*)?$", text, re.MULTILINE) for text in texts]
     whats = {match[1] for match in raised if match}
     return whats.pop() if len(texts) > 1 and all(raised) and len(whats) == 1 else ""
 

@@ -87,8 +87,8 @@ class _RankModel:
         first_microbatch = self.data_rank * comparison.mode.microbatches
         self.runner = _TracedRunner(self.applied.pipeline.runner, self.tracer, first_microbatch)
         self.applied.pipeline.runner = self.runner
-        if configuration.request.options.recompute != "off":
-            widen_recompute(self.model, configuration.dtype)
+        if configuration.dtype is torch.float64 and configuration.request.options.recompute != "off":
+            widen_recompute(self.model)
 
     def compare(self, configuration: Configuration, reference: ReferenceValues, last: bool) -> RankResult:
         """Run one step on a batch; for the last batch also clipping and the optimizer's step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from parallelize.axes.recomputation.unit import recompute_units_in
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.tools.verification.dropout_calls import WithoutDropout
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -67,25 +66,24 @@ def _grouped_matmul(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, 
     return torch.cat([x[start:stop] @ weight for weight, start, stop in groups])
 
 
-def widen_recompute(model: nn.Module, dtype: torch.dtype = torch.float64) -> None:
-    """Compute as `computing_in` in forwards that run during backward too, where the surrounding function modes are not active.
+def widen_recompute(model: nn.Module) -> None:
+    """Compute in float64 in forwards that run during backward too, where the surrounding function mode is not active.
 
     A replay of a recomputed unit does not call the unit, but its forward, whose code may compute outside of the modules in it.
     """
-    depth = threading.local()
+    depth, mode = threading.local(), InFloat64()
 
     def enter(*_: Any) -> None:
         if private.backward_id() != -1:
             depth.value = getattr(depth, "value", 0) + 1
             if depth.value == 1:
-                depth.modes = computing_in(dtype)
-                depth.modes.__enter__()
+                mode.__enter__()
 
     def leave(*_: Any) -> None:
         if private.backward_id() != -1:
             depth.value -= 1
             if depth.value == 0:
-                depth.modes.__exit__(None, None, None)
+                mode.__exit__(None, None, None)
 
     def replayed(run: Callable, *args: Any) -> Any:
         enter()
@@ -103,6 +101,9 @@ def widen_recompute(model: nn.Module, dtype: torch.dtype = torch.float64) -> Non
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Run a model in this dtype, without the dropout that its code calls. With float64, nothing inside is rounded to float32."""
-    with WithoutDropout(), InFloat64() if dtype is torch.float64 else nullcontext():
+    """Run a model in this dtype. With float64, nothing inside is rounded to float32."""
+    if dtype is not torch.float64:
+        yield
+        return
+    with InFloat64():
         yield

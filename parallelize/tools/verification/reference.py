@@ -88,7 +88,7 @@ def check_repeats(configuration: Configuration, reference: ReferenceValues, boun
     pairs = [(loss, reference.loss), *zip(floating_in(output), reference.outputs, strict=False)]
     if any(error_of(actual, expected) > bound for actual, expected in pairs):
         what = "the unsharded model computes other numbers each time, so there is no reference"
-        fix = "turn off its random numbers, such as noise and sampling, and what it keeps from one forward to the next"
+        fix = "turn off its random numbers: dropout that is no `nn.Dropout` and no rate in its config, noise, sampling"
         raise ModelError(Problem("not-deterministic", what, fix=fix))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,48 +11,25 @@ from parallelize import derive_plan
 from parallelize.base.errors import ModelError
 
 
-@dataclass
-class Batch:
-    ids: torch.Tensor
+class TiedByAName(nn.Module):
+    """The head reads the table by one of several names that are bound at once, which no check of source text follows."""
 
-
-class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(53, 24), nn.Linear(24, 53)
         self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 60), nn.Linear(60, 24)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        x = self.embed(batch.ids)
-        return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
-
-
-class TiedByAName(Model):
-    """The head reads the table by a local name, which no check of source text follows."""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         table, x = self.embed, self.embed(batch)
         return (x + self.down(F.gelu(self.up(self.norm(x))))) @ table.weight.t()
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "text"),
-    [
-        (Model(), Batch(torch.randint(0, 53, (2, 5))), "ShapeError: no-inputs: no tensor with a batch"),
-        pytest.param(
-            TiedByAName(),
-            torch.randint(0, 53, (2, 5)),
-            "got mixed torch.Tensor and DTensor",
-            marks=pytest.mark.sweep,
-        ),
-    ],
-)
-def test_a_failure_of_every_proof_is_the_text_of_the_error(model, inputs, text):
+def test_a_failure_of_every_proof_is_the_text_of_the_error():
     with pytest.raises(ModelError, match=r"no plan of .* is proven, whatever it shards") as error:
-        derive_plan(model, {"batch": inputs})
+        derive_plan(TiedByAName(), {"batch": torch.randint(0, 53, (2, 5))})
     (problem,) = error.value.problems
     assert problem.slug == "nothing-to-shard"
-    assert problem.rows[0][0] == "proof" and text in problem.rows[0][1]
+    assert problem.rows[0][0] == "proof" and "got mixed torch.Tensor and DTensor" in problem.rows[0][1]
 
 
 class OneInput(nn.MultiheadAttention):

@@ -287,7 +287,7 @@ def _refused(sites: DropoutSites, func: Any, args: tuple, kwargs: dict) -> Any:
     training = kwargs.get("training", kwargs.get("train", True))
     p = kwargs.get("dropout_p", kwargs.get("p", 0.5))
     if name == "multi_head_attention_forward":
-        p, training = args[12] if len(args) > 12 else p, args[15] if len(args) > 15 else training
+        p, training = args[10] if len(args) > 10 else p, args[13] if len(args) > 13 else training
     if not training or not p:
         return func(*args, **kwargs)
     raise refused_function(name, sites.scopes[-1].fqn)

@@ -659,3 +659,26 @@ def test_dicts_whose_layouts_nothing_knows_are_refused():
                     model.train()(torch.zeros(2, 4, 4))
 
     run_ranks(2, body)
+
+
+class BesideAttentionOfTorch(nn.Module):
+    """Its own code drops, so that it is seen that torch's attention, at a rate of zero, gets all of its arguments by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.dropout = nn.MultiheadAttention(8, 2), 0.5
+
+    def forward(self, x: torch.Tensor, p: float = 0.0) -> torch.Tensor:
+        attention = self.attention
+        inner, outer = attention.in_proj_weight, attention.out_proj.weight
+        args = (x, x, x, 8, 2, inner, None, None, None, False, p, outer, None)
+        return F.multi_head_attention_forward(*args)[0] + attention(F.dropout(x, self.dropout), x, x)[0]
+
+
+def test_attention_of_torch_by_position():
+    model = BesideAttentionOfTorch()
+    install_dropout(model)
+    x = torch.randn(5, 1, 8)
+    assert model(x).shape == x.shape
+    with pytest.raises(ModelError, match=r"unplaceable-dropout.*multi_head_attention_forward"):
+        model(x, 0.3)

@@ -84,10 +84,10 @@ def _shrink_patches(tower: Any) -> None:
 
 def _match_projections(small: Any, real: Any) -> None:
     """A text that is projected to the width of images stays so."""
-    text, images = small.text_config, getattr(small, "vision_config", None)
+    images = getattr(small, "vision_config", None)
     width = getattr(getattr(real, "vision_config", None), "hidden_size", None)
-    if images is not None and width is not None and vars(real.text_config).get("projection_size") == width:
-        text.projection_size = images.hidden_size
+    if images is not None and vars(real.text_config).get("projection_size") == width:
+        small.text_config.projection_size = images.hidden_size
 
 
 def _keep_feature_layers(small: Any) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from parallelize.plan.models.dropout_rates import without_dropout
+from parallelize.plan.models.model_dtype import in_dtype
 from parallelize.plan.models.model_source import ModelSource
 from parallelize.plan.models.proportional_config import divided
+from parallelize.tools.verification.precision import computing_in
 from parallelize.tools.verification.scale import scaled
 from parallelize.tools.verification.scale_parts import part_names, scaled_parts
 from parallelize.tools.verification.scale_scans import has_scans, scaled_scans
@@ -55,9 +57,13 @@ def _num_read(source: ModelSource) -> int:
     """How many tensors a model is given in a step. Raises: what building it or its forward raises; ValueError where it is large."""
     if sum(parameter.numel() for parameter in source.build("meta").parameters()) > _MOST_PARAMETERS:
         raise ValueError("it is not run here")
-    model = source.build("cpu")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    model = in_dtype(source.build("cpu"), torch.float64)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), computing_in(torch.float64):
         inputs = source.inputs(model, _ROWS, _LENGTH)
         inputs.pop("targets", None)
-        model(**inputs)
+        model(**{name: _wide(value) for name, value in inputs.items()})
     return sum(isinstance(value, torch.Tensor) for value in inputs.values())
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -19,6 +19,7 @@ WITHOUT_A_MODEL = {
     "deepseek_v2": "reference-failed: deepseek_v2 fails unsharded",
     "dots1": "unbuildable-model: transformers cannot build a Dots1ForCausalLM",
     "hunyuan_v1_moe": "transformers cannot build a HunYuanMoEV1ForCausalLM",
+    "nemotron": "unbuildable-model: transformers cannot build a NemotronForCausalLM",
     "lfm2_moe": "unbuildable-model: transformers cannot build a Lfm2MoeForCausalLM",
 }
 """Types whose default config their own class does not run."""

@@ -15,6 +15,7 @@ PACKAGE = Path(parallelize.__file__).parent
 TESTS = Path(__file__).parents[1]
 
 NOT_ROOMS = {
+    "checkpoint/written_before": "what an earlier version has written, and the script that wrote it",
     "policy": "rules about the whole tree",
     "support": "what tests share, and the tests of it",
     "benchmarks": "mirrors `benchmarks/`",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from parallelize import PlanError
-from parallelize.plan.attention_kinds import attention_kinds
 from parallelize.plan.choose import plan_of
 from parallelize.plan.model_facts import describe
+from parallelize.plan.resolve import attention_kinds
 from tests.support.models import shipped_source
 
 NOT_SERVED = {

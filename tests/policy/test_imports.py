@@ -109,7 +109,7 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
     "base.torch_private.torch_tensors": {"torch": PRIVATE},
     "training.trainers.trainer": {"transformers": OPTIONAL},
     "training.trainers.trainer_loaders": {"transformers": OPTIONAL},
-    "training.trainers.trainer_weights": {"peft": OPTIONAL},
+    "training.trainers.trainer_checkpoints": {"peft": OPTIONAL},
     "axes.vocabulary.generation.fixed_cache": {"transformers": OPTIONAL},
     "tools.verification.runner": {
         "tools.verification.threads": "they load torch.testing, which is slow to import, and serve one backend of three",

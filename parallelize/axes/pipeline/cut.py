@@ -6,6 +6,9 @@ Modules keep their names and layer numbers; an absent module only loses its para
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from parallelize.axes.pipeline.absent_parameters import drop_parameters
 from parallelize.axes.pipeline.stage_adapters import StageAdapters
-from parallelize.axes.pipeline.stage_prompts import serve_prompts
 from parallelize.axes.zero.router_loss import refuse_router_loss, share_router_loss
 from parallelize.base.errors import MeshError, ModelError, Problem
 from parallelize.comm.groups import Group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.comm.meshes import mesh_spec
 from parallelize.plan.choose import plan_or_none
+from parallelize.plan.learned_prompts import PREFIX_ENCODER
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import NO_PLAN, resolve
@@ -30,6 +33,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stage_ranks import ranks_of_stages
 from parallelize.plan.stages import Assignment, Costs
+from parallelize.state.later_prompts import replace_once
 from parallelize.state.records import Cut, StageMark, mark_applied, mark_parameter, pipeline_cut, record_of
 from parallelize.state.stock_methods import guard_stock_methods
 
@@ -153,3 +157,54 @@ def _empty(module: nn.Module, unit: str) -> None:
 
 def _not_meta(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
+
+
+# -- stage prompts ---------------------------------------------------------------------------------------------------
+# Prefix tuning over pipeline stages: of frozen prefixes PEFT reads the table, which the first stage alone has. There
+# PEFT is made to call the module instead, which returns the rows of its table. Calls of units are intercepted: what
+# this one returns is sent to the later stages. Prompts after the cut would be outside of what stages run, and are
+# refused. PEFT is not imported: what is not imported when a model is cut is as its authors wrote it.
+
+
+def serve_prompts() -> None:
+    """Let PEFT, where it is imported, call the module of frozen prefixes in a model that is cut into stages."""
+    model: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    if model is not None:
+        replace_once(model, "get_prompt", _by_call)
+        replace_once(model, "_setup_prompt_encoder", _before_the_cut)
+
+
+def _before_the_cut(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel._setup_prompt_encoder`. Raises: ModelError `added-parameter` of prompts around a model that is cut: steps would not run them."""
+
+    def setup(peft_model: Any, adapter_name: str) -> Any:
+        if pipeline_cut(peft_model) is None and pipeline_cut(peft_model.base_model) is not None:
+            what = "prompts were added around a model that is cut into stages, whose steps would run without them"
+            fix = "get_peft_model(model, config) first, then parallelize_model(model, mesh)"
+            raise ModelError(Problem("added-parameter", what, fix=fix))
+        return stock(peft_model, adapter_name)
+
+    return setup
+
+
+def _by_call(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
+        with _called(peft_model):
+            return stock(peft_model, *args, **kwargs)
+
+    return get_prompt
+
+
+@contextmanager
+def _called(peft_model: Any) -> Iterator[None]:
+    config, encoder = peft_model.active_peft_config, peft_model.prompt_encoder[peft_model.active_adapter]
+    is_read = config.inference_mode and type(encoder).__name__ == PREFIX_ENCODER
+    if pipeline_cut(peft_model) is None or not is_read:
+        yield
+        return
+    before = encoder.prefix_projection
+    config.inference_mode, encoder.prefix_projection = False, hasattr(encoder, "transform")
+    try:
+        yield
+    finally:
+        config.inference_mode, encoder.prefix_projection = True, before

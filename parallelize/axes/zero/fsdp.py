@@ -21,7 +21,6 @@ from parallelize.axes.zero.data_ranks import DataRanksOf
 from parallelize.axes.zero.parameter_writes import refuse_writes
 from parallelize.axes.zero.reducer import Reducer
 from parallelize.axes.zero.replicas import data_group
-from parallelize.axes.zero.second_derivatives import refuse_second_derivatives
 from parallelize.axes.zero.unit_groups import forget_unsharded_gradients, has_run, reduce_outside_backward, unit_groups
 from parallelize.axes.zero.unused_parameters import UnusedParameters
 from parallelize.base.errors import ModelError, Problem
@@ -271,3 +270,43 @@ def _shard_what_is_loaded(unit: Any, owner: nn.Module, state: dict[str, Any], pr
 def _unit_of(name: str, units: Sequence[str]) -> str:
     """The innermost unit that contains a module; "" is the rest."""
     return max((unit for unit in units if name == unit or name.startswith(unit + ".")), key=len, default="")
+
+
+# -- second derivatives ----------------------------------------------------------------------------------------------
+# Second derivatives by a model's inputs under ZeRO 3 (gradient penalties) are refused by name. `fully_shard` frees
+# the gathered parameters at the end of the first backward; the second one would read them.
+
+
+def refuse_second_derivatives(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A forward pre-hook. A derivative by an input is refused where it is differentiated again; by itself it is right.
+
+    Raises: ModelError `double-backward`, in the second backward, before a parameter is read.
+    """
+    if torch.is_grad_enabled():
+        return private.tree_map(_watched, args), private.tree_map(_watched, kwargs)
+    return None
+
+
+def _watched(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return value
+    view = value.view_as(value)
+    view.register_hook(_unless_differentiated)
+    return view
+
+
+def _unless_differentiated(grad: torch.Tensor) -> torch.Tensor:
+    return _Once.apply(grad) if torch.is_grad_enabled() and grad.requires_grad else grad
+
+
+class _Once(torch.autograd.Function):
+    """The identity, without a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        what = "a derivative by the model's input is differentiated again, and ZeRO 3 has freed the parameters that it needs"
+        raise ModelError(Problem("double-backward", what, fix="zero=2, whose ranks have all parameters"))

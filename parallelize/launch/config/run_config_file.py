@@ -5,6 +5,8 @@ Torch-free. `run_checks.py` has the checks of values that are right by themselve
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,12 +17,10 @@ import yaml
 from parallelize.base.errors import CheckpointError, LaunchError, ParallelizeError, PlanError, Problem
 from parallelize.base.files.paths import read_named
 from parallelize.base.mesh import MeshSpec
-from parallelize.launch.config.overrides import override
 from parallelize.launch.config.run_checks import CHECKS, Check, problems_of
 from parallelize.launch.config.run_config import ModelSection, RunConfig
-from parallelize.launch.config.run_reader import RunReader
 from parallelize.plan.options import AUTO_FLAGS, FLAGS, NAMES, NUMBERS, Options
-from parallelize.plan.yaml_nodes import MAX_BYTES, compose, is_nothing
+from parallelize.plan.yaml_nodes import MAX_BYTES, MAX_SCALAR, Reader, compose, is_flag, is_nothing
 
 _ABSENT = "no-such-file"
 
@@ -228,3 +228,142 @@ def _option(reader: RunReader, name: str, node: yaml.Node) -> Any:
         return reader.texts(node, name)
     is_off = isinstance(node, yaml.ScalarNode) and node.value == "off"  # YAML reads a bare `off` as false
     return "off" if is_off else reader.text(node, name)
+
+
+# -- overrides -------------------------------------------------------------------------------------------------------
+# Arguments of the command line that replace values of a run's file: `steps=100`, `optimizer.lr=3e-4`. Torch-free.
+
+
+_TEXT = "tag:yaml.org,2002:str"
+_MAPPING = "tag:yaml.org,2002:map"
+_NOTHING = "tag:yaml.org,2002:null"
+
+
+def override(reader: RunReader, root: yaml.MappingNode, text: str) -> None:
+    """Replace one value of the document. Raises: PlanError `bad-override`, and as `compose`."""
+    path, equals, value = text.partition("=")
+    names = path.split(".")
+    if not equals or not all(names):
+        raise PlanError(Problem("bad-override", f"cannot read {text!r}", fix="write steps=100 or optimizer.lr=3e-4"))
+    source = f"argument {text}"
+    node = compose(value, source) if value else yaml.ScalarNode(_TEXT, "", root.start_mark, root.end_mark)
+    parent = root
+    for name in names[:-1]:
+        parent = _child(reader, parent, name, source)
+    key_node = _named(names[-1], parent, reader, source)
+    parent.value = [(k, v) for k, v in parent.value if k.value != names[-1]] + [(key_node, node)]
+    _mark(reader, node, source)
+
+
+def _child(reader: RunReader, parent: yaml.MappingNode, name: str, source: str) -> yaml.MappingNode:
+    """The mapping of a section, which is added where the file has none, or text that is its name (`model: llama`).
+
+    Raises: PlanError `bad-override` where there is another value.
+    """
+    added = yaml.MappingNode(_MAPPING, [], parent.start_mark, parent.end_mark)
+    node = next((value for key, value in parent.value if key.value == name), None)
+    if isinstance(node, yaml.MappingNode):
+        return node
+    if node is None:
+        _mark(reader, added, source)
+        parent.value = [*parent.value, (_named(name, parent, reader, source), added)]
+        return added
+    if name == "model" and node.tag == _TEXT:
+        added.value = [(_named("name", node, reader, reader.where(node)), node)]
+    elif node.tag != _NOTHING:
+        raise PlanError(Problem("bad-override", f"{name} has no keys", source, fix=f"write {name}=VALUE"))
+    _mark_here(reader, added, reader.where(node))
+    parent.value = [(k, added if v is node else v) for k, v in parent.value]
+    return added
+
+
+def _named(name: str, near: yaml.Node, reader: RunReader, source: str) -> yaml.ScalarNode:
+    node = yaml.ScalarNode(_TEXT, name, near.start_mark, near.end_mark)
+    _mark_here(reader, node, source)
+    return node
+
+
+def _mark_here(reader: RunReader, node: yaml.Node, source: str) -> None:
+    reader.arguments[id(node)] = source
+
+
+def _mark(reader: RunReader, node: yaml.Node, source: str) -> None:
+    """A node and all that it contains are of an argument."""
+    _mark_here(reader, node, source)
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            for child in pair:
+                _mark(reader, child, source)
+    elif isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _mark(reader, child, source)
+
+
+# -- run reader ------------------------------------------------------------------------------------------------------
+# The strict reader of a run's file: numbers, free values, and which argument of the command line a value is from.
+# Torch-free.
+
+
+_REAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
+_LEADING_ZERO = re.compile(r"[+-]?0\d")
+
+
+class RunReader(Reader):
+    """A reader that names the argument of a value which the command line gave.
+
+    Attributes:
+        places: dotted key -> where its value is. unread: dotted keys whose values are wrong, so that nothing is to be concluded from them.
+    """
+
+    def __init__(self, source: str):
+        super().__init__(source)
+        self.arguments: dict[int, str] = {}  # by id of a node, which the document keeps
+        self.places: dict[str, str] = {}
+        self.unread: set[str] = set()
+
+    def where(self, node: yaml.Node) -> str:
+        return self.arguments.get(id(node)) or super().where(node)
+
+    def real(self, node: yaml.Node, what: str) -> float | None:
+        """A finite decimal number; None after reporting."""
+        if isinstance(node, yaml.ScalarNode) and _number(node) is not None and math.isfinite(float(node.value)):
+            return float(node.value)
+        shown = repr(node.value[:40]) if isinstance(node, yaml.ScalarNode) else "no scalar"
+        self.wrong(
+            node, "wrong-type", f"{what} must be a finite number, this is {shown}", "write a number such as 0.1 or 3e-4"
+        )
+        return None
+
+    def free(self, node: yaml.Node, what: str) -> Any:
+        """Any plain value: numbers, text, true, false, null, lists, mappings."""
+        if isinstance(node, yaml.MappingNode):
+            return {name: self.free(value, f"{what}.{name}") for name, _, value in self.mapping(node, what)}
+        if isinstance(node, yaml.SequenceNode):
+            return [self.free(item, f"an item of {what}") for item in node.value]
+        assert isinstance(node, yaml.ScalarNode)
+        if is_flag(node):
+            return self.flag(node, what)
+        is_empty_text = node.value == "" and node.tag == _TEXT  # of an argument `key=`
+        if is_nothing(node) and not is_empty_text:
+            return None
+        if node.style is None and _REAL.fullmatch(node.value):
+            number = _number(node)
+            if number is None or (isinstance(number, float) and not math.isfinite(number)):
+                shown = repr(node.value[:40])
+                self.wrong(
+                    node, "wrong-type", f"{what} is no number that can be read: {shown}", "quote it, if it is text"
+                )
+            return number
+        return self.text(node, what)
+
+
+def _number(node: yaml.Node) -> int | float | None:
+    """The number of a plain scalar; None of anything else, and of numbers with leading zeros, which YAML reads as octal."""
+    if not isinstance(node, yaml.ScalarNode) or node.style is not None or len(node.value) > MAX_SCALAR:
+        return None
+    if not _REAL.fullmatch(node.value) or _LEADING_ZERO.match(node.value):
+        return None
+    try:
+        return int(node.value)
+    except ValueError:
+        return float(node.value)

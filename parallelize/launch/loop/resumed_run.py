@@ -1,6 +1,6 @@
 """A run that goes on from a checkpoint: what its file says of the model and the optimizer, compared with what was saved.
 
-What is compared is the table of `resumed_keys.py`; the position in the data is compared by `data_position.py`.
+What is compared is the table of `resumed_keys.py`; the position in the data is compared by `build_run.py`.
 """
 
 from __future__ import annotations

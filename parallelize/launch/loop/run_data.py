@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from parallelize.base.errors import DataError, Problem
+from parallelize.base.errors import DataError, Problem, short_list
 from parallelize.launch.config.run_config import DataSection, RunConfig
 from parallelize.launch.loop import token_files
-from parallelize.launch.loop.checked_rows import collate_or_error, known_values
 from parallelize.launch.loop.named_objects import object_of
+from parallelize.training.data.collate import collate_rows
 from parallelize.training.data.global_batches import GlobalBatches
 from parallelize.training.data.iterable_batches import IterableBatches
 from parallelize.training.data.packing import PackedRows
@@ -140,3 +140,50 @@ def _from_cache(config: RunConfig, agree: token_files.Agree) -> token_files.Toke
     digest = token_files.digest_of_sources(paths, section.tokenizer, section.field)
     writes = os.environ.get("LOCAL_RANK", "0") == "0"
     return token_files.cached_tokens(folder, digest, documents, section.tokenizer, writes, agree)
+
+
+# -- checked rows ----------------------------------------------------------------------------------------------------
+# Rows of a run as batches. What no row of a data set can be is an error with a name, which another start would meet
+# again.
+
+
+_FIX = 'data.function: rows such as {"input_ids": [...], "labels": [...]}, of lists or tensors: docs/data.md'
+
+
+def collate_or_error(rows: Sequence[Any]) -> dict[str, Any] | DataError:
+    """The batch of rows, or what is wrong with them: as a value, because a worker process sends an error as text alone."""
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping) or not row or not all(isinstance(name, str) for name in row):
+            what = f"row {number} of a batch is a {type(row).__name__}, and no mapping of names to values"
+            return DataError(Problem("bad-row", what, fix=_FIX))
+    try:
+        return collate_rows(rows)
+    except DataError as error:
+        return error
+    except (TypeError, ValueError, RuntimeError) as error:  # of torch, for values that make no tensor
+        what = f"rows make no batch: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        return DataError(Problem("bad-row", what, rows=_types(rows[0]), fix=_FIX))
+
+
+def known_values(batch: Mapping[str, Any] | DataError, names: set[str] | None) -> dict[str, Any]:
+    """What the model takes of a batch. names: as `RunData` takes them.
+
+    Raises: DataError `bad-row`, and the error of `collate_or_error`.
+    """
+    if isinstance(batch, DataError):
+        raise batch
+    known = {name: value for name, value in batch.items() if names is None or name in names}
+    if not known:
+        what = f"rows have {short_list(sorted(batch))}, and the model takes {short_list(sorted(names or ()))}"
+        raise DataError(Problem("bad-row", what, fix="name the values of a row as the arguments of the model"))
+    if names is not None and (others := [name for name, value in known.items() if not isinstance(value, torch.Tensor)]):
+        what = f"{others[0]} of a row is no tensor and no number"
+        raise DataError(Problem("bad-row", what, rows=_types(known), fix=_FIX))
+    ids = known.get("input_ids")
+    if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
+        raise DataError(Problem("bad-row", f"input_ids are {ids.dtype}", fix="ids of tokens are integers"))
+    return known
+
+
+def _types(row: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, type(value).__name__) for name, value in list(row.items())[:12])

@@ -14,7 +14,7 @@ import torch
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.dims.factors import new_dim, regroup
 from parallelize.plan.dims.matmul_rules import attention_rule, bmm_rule, convolution_rule, mm_rule
-from parallelize.plan.dims.record import Dims, Lookup, Record
+from parallelize.plan.dims.record import Dims, Lookup, Record, Slice, line_of_model
 from parallelize.plan.dims.shape_rules import (
     cat_rule,
     expand_rule,
@@ -29,7 +29,6 @@ from parallelize.plan.dims.shape_rules import (
     unsqueeze_rule,
     view_rule,
 )
-from parallelize.plan.dims.two_parts import complex_numbers, gated_halves
 
 T = torch.Tensor
 Rule = Callable[[Record, str, tuple, dict, Any], None]
@@ -299,6 +298,28 @@ def _rules() -> dict[str, Rule]:
         _scalar: "_local_scalar_dense item equal is_nonzero _assert_async sym_size _assert_tensor_metadata",
     }
     return {name: rule for rule, names in groups.items() for name in names.split()}
+
+
+# -- two parts -------------------------------------------------------------------------------------------------------
+# Rules of operations that read two parts of a dim as one thing: complex numbers, gated linear units.
+
+
+def complex_numbers(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
+    """The last dim of real numbers, of size 2, is the two parts of complex ones."""
+    dims = record.dims(args[0])
+    real = [*dims, new_dim(2)] if name == "view_as_real" else dims
+    record.mix(real[-1:], name)
+    record.set(out, real if name == "view_as_real" else dims[:-1])
+
+
+def gated_halves(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
+    """The first half of a dim, times the sigmoid of the second half."""
+    dims = list(record.dims(args[0]))
+    dim = (args[1] if len(args) > 1 else -1) % len(dims)
+    half, part = out.shape[dim], new_dim(out.shape[dim])
+    line = line_of_model()
+    record.slices += [Slice(dims[dim], start, start + half, part, record.module, line) for start in (0, half)]
+    record.set(out, [*dims[:dim], part, *dims[dim + 1 :]])
 
 
 RULES = _rules()

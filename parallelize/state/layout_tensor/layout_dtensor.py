@@ -9,23 +9,88 @@ class too.
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.autograd import Function
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
 
+from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.base.layout import Layout, SlicePair
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.state.layout_tensor import layout_operations
-from parallelize.state.layout_tensor.dispatch_by_mode import ask_by_mode
 from parallelize.state.layout_tensor.kept_gradients import KeptGradient
 from parallelize.state.layout_tensor.layout_shard import LayoutShard
 from parallelize.state.layout_tensor.local_pairs import layout_axis, local_pairs
-from parallelize.state.layout_tensor.one_item_writers import guard_writers
 from parallelize.state.layout_tensor.stored_order import layout_group, store_like, unshard
+
+# -- dispatch by mode ------------------------------------------------------------------------------------------------
+# torch 2.11 computes operations on subclasses of DTensor as on DTensors, without asking the class: here a mode asks
+# it. Functions that Python calls with such a tensor reach `__torch_function__`, which runs them under the mode. What
+# autograd calls in backward does not, so that an operation that would be differentiated is refused. Planned models
+# differentiate local tensors.
+
+
+class _AskTheClass(private.DispatchMode):
+    def __init__(self, cls: Any):
+        super().__init__()
+        self.cls = cls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(type(leaf) is self.cls for leaf in private.tree_leaves((args, kwargs))):
+            with private.functions_of_subclasses():
+                return self.cls.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def ask_by_mode(cls: Any) -> None:
+    """Let `cls.__torch_dispatch__` see operations on tensors of a subclass of DTensor, on versions that do not call it."""
+
+    def function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with private.no_functions_of_subclasses():
+            if func in _READS:
+                return func(*args, **(kwargs or {}))
+            with _AskTheClass(cls):
+                result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, DTensor) and leaf.grad_fn is not None for leaf in private.tree_leaves(result)):
+            raise ModelError(_NOT_DIFFERENTIABLE)
+        return result
+
+    cls.__torch_function__ = classmethod(function)
+
+
+_READS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "grad",
+        "is_leaf",
+        "grad_fn",
+        "ndim",
+        "data",
+        "layout",
+        "is_meta",
+    )
+)
+"""Attributes that are no operation, and `data`, whose class is the tensor's own."""
+
+_NOT_DIFFERENTIABLE = Problem(
+    "layout-gradient",
+    f"an operation on a packed weight is differentiated, which torch {torch.__version__} does in the order of its shards",
+    fix="use torch 2.12 or newer; or compute with parameter.full_tensor() or parameter.to_local(), which have gradients",
+)
+
+
+# -- layout dtensor ------------------------------------------------------------------------------------------
 
 
 class LayoutDTensor(KeptGradient, DTensor):
@@ -209,3 +274,33 @@ private.register_foreach_class(LayoutDTensor)
 _ASKED_BY_MODE = not private.asks_subclasses_of_dtensors()
 if _ASKED_BY_MODE:
     ask_by_mode(LayoutDTensor)
+
+
+# -- one item writers ------------------------------------------------------------------------------------------------
+# Refuses what writes one item of a tensor on each rank, where a rank stores several intervals of it. The files of
+# PyTorch's `HuggingFaceStorageWriter` have one tensor of a name each, so that the last interval would take the place
+# of all.
+
+
+@cache
+def guard_writers() -> None:
+    """Let the writer raise ShapeError `several-intervals` before it writes, from the first save of a `LayoutDTensor` on."""
+    writer: Any = getattr(dcp, "HuggingFaceStorageWriter", None)  # since 2.8
+    if writer is None:
+        return
+    stock = writer.prepare_local_plan
+
+    def prepare_local_plan(self: Any, plan: Any) -> Any:
+        _refuse(plan)
+        return stock(self, plan)
+
+    writer.prepare_local_plan = prepare_local_plan
+
+
+def _refuse(plan: Any) -> None:
+    items = Counter(item.index.fqn for item in plan.items)
+    several = [fqn for fqn, count in items.items() if count > 1]
+    if several:
+        what = f"this rank stores {items[several[0]]} intervals of {several[0]}, and HuggingFaceStorageWriter writes one of a name"
+        fix = "parallelize.save_pretrained(model, folder) writes such folders; torch.distributed.checkpoint.FileSystemWriter"
+        raise ShapeError(Problem("several-intervals", what, fix=fix))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from parallelize.base.errors import GradientError, Problem, short_list
 from parallelize.base.layout import even_interval
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.comm.groups import Group, axis_group
+from parallelize.comm.groups import Group, axis_group, first_alike
 from parallelize.comm.meshes import mesh_spec
 from parallelize.state.layout_tensor.local_pairs import layout_axis
-from parallelize.state.loop.gradient_groups import Groups, sharding_groups
 from parallelize.state.records import Shared, applied, mark_of, mesh_of, pipeline_cut
 from parallelize.state.sharding import shared_of_parameters
 
@@ -242,3 +242,30 @@ def _sums(gradients: _LocalGradients, norm_type: float, device: torch.device | N
         for group in groups:
             dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         yield total
+
+
+# -- gradient groups -------------------------------------------------------------------------------------------------
+# The process groups over which a gradient is sharded, found once for each parameter.
+
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+_BY_SPEC: dict[int, tuple[weakref.ref[Any], Groups]] = {}
+"""By id of a DTensor's spec, which all gradients of a parameter share: comparing placements takes ten times as long."""
+
+
+def sharding_groups(grad: DTensor) -> Groups:
+    """The groups of the axes that shard a gradient."""
+    spec = private.spec_of(grad)
+    known = _BY_SPEC.get(id(spec))
+    if known is not None and known[0]() is spec:
+        return known[1]
+    mesh = spec.mesh
+    groups = tuple(
+        first_alike(mesh.get_group(axis))
+        for axis, placement in enumerate(spec.placements)
+        if private.shard_dim(placement) is not None and mesh.size(axis) > 1
+    )
+    number = id(spec)
+    _BY_SPEC[number] = weakref.ref(spec, lambda _: _BY_SPEC.pop(number, None)), groups
+    return groups

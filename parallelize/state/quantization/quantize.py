@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from parallelize.base.errors import ModelError, Problem
 from parallelize.plan.block_formats import BlockFormat, block_format
 from parallelize.plan.transposed_linear import is_conv1d
+from parallelize.state.later_prompts import replace_once
 from parallelize.state.quantization.block_codes import dequantize as dequantized_weight
 from parallelize.state.quantization.block_codes import quantize_rows
 from parallelize.state.quantization.chosen_linears import Names, chosen_modules, features
 from parallelize.state.quantization.other_quantizers import refuse_other_quantizers
-from parallelize.state.quantization.peft_targets import show_stacks_to_peft
 from parallelize.state.quantization.quantized_experts import (
     QuantizedExperts,
     quantize_experts,
@@ -22,6 +26,7 @@ from parallelize.state.quantization.quantized_experts import (
     stacked_weights,
 )
 from parallelize.state.quantization.quantized_linear import QuantizedLinear, allocate_codes
+from parallelize.state.quantization.quantized_stack import LowRankParts
 from parallelize.state.records import mesh_of
 
 
@@ -113,3 +118,67 @@ def restore_linear(linear: QuantizedLinear) -> None:
 
 
 _CONV1D = ("nx", "nf")
+
+
+# -- peft targets ----------------------------------------------------------------------------------------------------
+# LoRA of PEFT on the stacked weights of quantized experts (`target_parameters`), which are no parameters any more.
+# PEFT finds weights by `named_parameters`, and changes one by a parametrization during a forward. Here the weights
+# are listed for it, and its factors are added expert by expert. PEFT is not imported: what is not imported when a
+# model is quantized is as its authors wrote it.
+
+
+def show_stacks_to_peft() -> None:
+    """Let PEFT, where it is imported, adapt the weights of quantized experts."""
+    tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
+    if hasattr(tuner, "_inject_parameters"):
+        replace_once(tuner, "_inject_parameters", _listing_stacks)
+    wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
+    if hasattr(wrapper, "_activate_lora"):
+        replace_once(wrapper, "_activate_lora", _adding_factors)
+
+
+def _listing_stacks(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def inject(self: Any, peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        experts = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+        for module in experts:
+            module.__dict__["named_parameters"] = partial(_named, module)
+        try:
+            return stock(self, peft_config, model, *args, **kwargs)
+        finally:
+            for module in experts:
+                del module.__dict__["named_parameters"]
+
+    return inject
+
+
+def _named(module: QuantizedExperts, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """The module's parameters, then its stacked weights."""
+    yield from nn.Module.named_parameters(module, *args, **kwargs)
+    yield from ((name, getattr(module, name)) for name in module.stacked)
+
+
+def _adding_factors(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`ParamWrapper._activate_lora`, which of quantized experts makes no dense weight."""
+
+    @contextmanager
+    def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        experts, key = self.get_base_layer(), self.parameter_name
+        if not isinstance(experts, QuantizedExperts):
+            with stock(self, active_adapters):
+                yield
+            return
+        before = experts.__dict__.get(key)
+        stack = getattr(experts, key)
+        for name in active_adapters:
+            if name in self.lora_A:
+                left, right, scaling = self.get_delta_factors(name)
+                stack = stack.with_adapter(LowRankParts([(left.unbind(0), right.unbind(0))], 0, scaling))
+        experts.__dict__[key] = stack
+        try:
+            yield
+        finally:
+            del experts.__dict__[key]
+            if before is not None:
+                experts.__dict__[key] = before
+
+    return activate

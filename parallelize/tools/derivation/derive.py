@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.axes.tensor.input_widths import advice_on_widths
 from parallelize.base.errors import MeshError, ModelError, Problem
-from parallelize.plan.dims.classes import Choice, Classes
+from parallelize.plan.dims.classes import PROOF_FAILED, Choice, Classes
 from parallelize.plan.dims.record import Record
 from parallelize.plan.dims.trace import record_forward
 from parallelize.plan.models.example_inputs import inputs_of
@@ -29,7 +30,6 @@ from parallelize.tools.derivation.gathered_linears import (
     layer_share,
     without_alike,
 )
-from parallelize.tools.derivation.left_whole import with_advice
 from parallelize.tools.derivation.parameter_rules import leaves_something, names_of
 from parallelize.tools.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.tools.derivation.proof import Proof, provable, prove, prove_in_evaluation
@@ -357,3 +357,17 @@ def _linears_near(block: str, linears: set[str], within: str = "", widest: bool 
         if suspects:
             return suspects
     return set()
+
+
+# -- left whole ------------------------------------------------------------------------------------------------------
+# What to change in a forward whose linears were left whole because the proof failed with them sharded.
+
+
+def with_advice(model: nn.Module, whole: Mapping[str, str]) -> dict[str, str]:
+    """The reasons by linear, with the line and the edit where the forward around a linear takes the width of a head from its input."""
+    return {name: _advised(model, name, reason) for name, reason in whole.items()}
+
+
+def _advised(model: nn.Module, name: str, reason: str) -> str:
+    advice = advice_on_widths(type(model.get_submodule(name.rpartition(".")[0]))) if reason == PROOF_FAILED else ""
+    return advice or reason

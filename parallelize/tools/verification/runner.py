@@ -3,29 +3,98 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from parallelize.base.errors import HandshakeError, ModelError, Problem
+from parallelize.base.errors import HandshakeError, ModelError, ParallelizeError, Problem
 from parallelize.comm.meshes import build_mesh
+from parallelize.plan.model_facts import describe
+from parallelize.plan.options import options_of
 from parallelize.plan.parameter_layouts import dotted
+from parallelize.plan.resolve import resolve
+from parallelize.tools.analysis.automatic_trace import check_by_trace
 from parallelize.tools.verification import rank_messages
 from parallelize.tools.verification.blame import blame
-from parallelize.tools.verification.compare import Errors
+from parallelize.tools.verification.compare import Errors, ReferenceValues
 from parallelize.tools.verification.configuration import Configuration, Mode, Request, build_configurations
-from parallelize.tools.verification.hidden_gradients import SLUG, HiddenGradients, hidden_gradients
 from parallelize.tools.verification.mesh_step import ApplyError, RankResult, is_auto, run_on_rank
 from parallelize.tools.verification.mode_choice import Comparison, choose_comparisons
 from parallelize.tools.verification.module_trace import ModuleTrace
 from parallelize.tools.verification.reference import check_repeats, is_a_sum, reference_step, trace_reference
 from parallelize.tools.verification.result import Difference
-from parallelize.tools.verification.tolerance import bound_of
-from parallelize.tools.verification.traced_modes import trace_modes
+
+# -- hidden gradients ------------------------------------------------------------------------------------------------
+# Sharded weights whose gradients are too small beside the others to be compared: a wrong one would pass. The error of
+# a gradient is relative to its largest element, or to a thousandth of the largest gradient of the model where that is
+# more. A gradient that is smaller than the bound times that floor could be zero, or anything of its size, and no
+# comparison would tell.
+
+
+SLUG = "gradients-too-small"
+_SEEN = 1e-2
+"""The part of a gradient that a mistake changes at least, so that it must be told from rounding."""
+
+_MOST = 0.5
+
+
+@dataclass(frozen=True)
+class HiddenGradients:
+    """Attributes: names: of weights. share: their elements, of those of all sharded weights that have a gradient."""
+
+    names: tuple[str, ...] = ()
+    share: float = 0.0
+
+    @property
+    def is_most(self) -> bool:
+        """Whether they are so many that nothing is proven."""
+        return self.share > _MOST
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
+        return f"gradients of sharded weights that are too small beside the others: {', '.join(self.names[:3])}{more}"
+
+
+def hidden_gradients(comparison: Comparison, bound: float) -> HiddenGradients:
+    """The sharded weights of which no batch has a gradient that can be compared."""
+    elements = _sharded_weights(comparison)
+    trained = {name for name in elements if any(name in values.gradients for values in comparison.references)}
+    hidden = [name for name in trained if not any(_is_seen(values, name, bound) for values in comparison.references)]
+    total = sum(elements[name] for name in trained)
+    return HiddenGradients(tuple(sorted(hidden)), sum(elements[name] for name in hidden) / max(1, total))
+
+
+def _is_seen(values: ReferenceValues, name: str, bound: float) -> bool:
+    gradient = values.gradients.get(name)
+    if gradient is None or not gradient.numel():
+        return False
+    return _SEEN * float(gradient.abs().max()) > bound * values.floor("gradients", name)
+
+
+def _sharded_weights(comparison: Comparison) -> dict[str, int]:
+    """The elements of each weight that is sharded over `tp`; of none where styles of PyTorch were applied."""
+    configuration = comparison.configurations[0]
+    request = configuration.request
+    if configuration.plan is None or request.size("tp") == 1:
+        return {}
+    try:
+        options = comparison.mode.over(request.options)
+        resolved = resolve(configuration.plan, describe(configuration.model), request.mesh.only("tp"), options)
+    except ParallelizeError:  # which the ranks name
+        return {}
+    rows = resolved.parameters.values()
+    return {row.fqn: prod(row.fact.shape) for row in rows if row.layout.dim is not None and len(row.fact.shape) > 1}
+
+
+# -- runner ------------------------------------------------------------------------------------------
+
 
 ProgressCallback = Callable[[str], None]
 
@@ -245,3 +314,60 @@ def _exchange(store: Any, key: str, message: bytes, timeout_s: float) -> list[by
         what = f"ranks {missing} did not answer in {timeout_s:g} s"
         raise HandshakeError(Problem("ranks-missing", what, fix="look at those ranks' own errors")) from None
     return [store.get(rank_key) for rank_key in keys]
+
+
+# -- traced modes ----------------------------------------------------------------------------------------------------
+# Before a step runs on the mesh, the dims of the plan are followed through a forward, in each mode.
+
+
+def trace_modes(configuration: Configuration) -> None:
+    """Raises: PlanError with the mistakes of the plan."""
+    request, plan, model = configuration.request, configuration.plan, configuration.model
+    if plan is None or request.size("tp") == 1 or request.trace is False:
+        return
+    facts = describe(model)
+    for sequence in dict.fromkeys(mode.sequence_parallel for mode in configuration.modes()):
+        try:
+            options = {"sequence_parallel": sequence, "ep": request.options.ep, "etp": request.options.etp}
+            resolved = resolve(plan, facts, request.mesh.only("tp"), options_of(None, options))
+        except ParallelizeError:
+            return  # which the ranks will raise too, with all axes
+        check_by_trace(model, resolved, request.trace, configuration.inputs)
+
+
+# -- tolerance -------------------------------------------------------------------------------------------------------
+# The bound on the difference of two correct runs: from the dtype, the length of sums, and how many sums follow each
+# other. A plan only changes the order in which numbers are added. A sum of n rounded products has an error of about
+# sqrt(n) * u relative to its terms [Higham, Mary: A New Approach to Probabilistic Rounding Error Analysis, SIAM J.
+# Sci. Comput. 41(5), 2019], and the errors of d consecutive sums add up like a random walk, as sqrt(d). Products are
+# accumulated in float32 at least. So in bfloat16 only what is stored between sums is rounded coarsely: once for each
+# sum, and once for each rank's part of it. bound = sqrt(d) * (SAFETY * sqrt(n) * u_sum + STORED_SAFETY * sqrt(1 +
+# ranks) * u_stored) The factors cover what this model leaves out: cancellation in the largest element of a tensor,
+# softmax, norms. Correct plans of every shipped family stay five times below the bound in float64 and float32
+# [measured: tests/tools/verification/test_verification.py]. In bfloat16 they have reached two thirds of it (gradients
+# of query projections, over ten seeds), so only mistakes of a tenth and more can be told from rounding.
+
+
+SAFETY = {torch.float64: 32.0, torch.float32: 8.0, torch.bfloat16: 32.0}
+STORED_SAFETY = 4.0
+_SUMS_OF_LAYER = 4.0  # consecutive sums in the forward of a layer; backward and norms add as many again
+
+
+def rounding_bound(dtype: torch.dtype, longest_sum: int, depth: int, ranks: int) -> float:
+    """The largest error, relative to a tensor's largest element, at which two runs are equal.
+
+    longest_sum, depth: n and d above.
+    """
+    stored = torch.finfo(dtype).eps / 2
+    summed = min(stored, torch.finfo(torch.float32).eps / 2)
+    bound = SAFETY.get(dtype, 32.0) * math.sqrt(longest_sum) * summed
+    if dtype.itemsize < 4:
+        bound += STORED_SAFETY * math.sqrt(1 + ranks) * stored
+    return math.sqrt(depth) * bound
+
+
+def bound_of(model: nn.Module, dtype: torch.dtype, tokens: int, ranks: int) -> float:
+    """The bound for one training step of a model on `tokens` tokens."""
+    widths = [size for parameter in model.parameters() if parameter.ndim > 1 for size in parameter.shape]
+    layers = max([1, *(len(inner) for inner in model.modules() if isinstance(inner, nn.ModuleList))])
+    return rounding_bound(dtype, max([tokens, *widths]), int(layers * 4 * _SUMS_OF_LAYER) + 2, ranks)

@@ -56,7 +56,7 @@ def verify(
     """Compare one training step on a mesh with the same step of the unsharded model.
 
     Compared are the loss, the outputs, the gradients of the inputs and of every parameter, their norm, and the weights after
-    a step of SGD. The bound on the relative error follows from the dtype and the sizes (`tools/verification/tolerance.py`).
+    a step of SGD. The bound on the relative error follows from the dtype and the sizes (`tools/verification/runner.py`).
     By default the ranks are threads of this process on the CPU, which run the code of real ranks: neither torchrun nor a
     GPU is needed.
 

@@ -13,12 +13,14 @@ optimizer steps, clipping, and files.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from parallelize.axes.context.forward_state import context_of
 from parallelize.axes.pipeline.parallel_model import ParallelModel
@@ -28,11 +30,12 @@ from parallelize.comm.handshake import agree_on
 from parallelize.comm.meshes import mesh_spec
 from parallelize.plan.models.label_loss import label_loss
 from parallelize.plan.models.wrapped_models import forward_signature, stock_model
+from parallelize.state.loop.accumulate import accumulate_gradients
 from parallelize.state.loop.clip import clip_grad_norm_
 from parallelize.state.randomness.dropout.position import Position
+from parallelize.state.records import applied, record_of
 from parallelize.training.data.loader_check import check_loader
 from parallelize.training.trainers import served_options as served
-from parallelize.training.trainers.backward_window import BackwardWindow
 from parallelize.training.trainers.own_losses import checked_parts
 from parallelize.training.trainers.trainer_checkpoints import TrainerCheckpoints
 from parallelize.training.trainers.trainer_evaluation import TrainerEvaluation, data_group, over_sequences
@@ -337,3 +340,41 @@ def _optimizer_class(cls: Any, options: dict[str, Any]) -> Any:
         fix = "optim='adamw_torch', or optimizers=(parallel.optimizer(torch.optim.AdamW, ...), None)"
         raise ModelError(Problem("trainer-option", what, fix=fix))
     return cls
+
+
+# -- backward window -------------------------------------------------------------------------------------------------
+# The backward passes of one optimizer step, which a trainer runs one call at a time: ranks sum gradients after the
+# last.
+
+
+class BackwardWindow:
+    """`accumulate_gradients` over several calls, of which each says whether it is the last one.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self._open: ExitStack | None = None
+
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """Around one backward pass. An error ends the window, and drops what was to be summed."""
+        if self._open is None and not last and self._sums():
+            self._open = ExitStack()
+            self._open.enter_context(accumulate_gradients(self.module))
+        try:
+            yield
+        except BaseException:
+            window, self._open = self._open, None
+            if window is not None:
+                window.__exit__(*sys.exc_info())
+            raise
+        if last and self._open is not None:
+            window, self._open = self._open, None
+            window.close()
+
+    def _sums(self) -> bool:
+        """Whether ranks sum any gradients of this model."""
+        return record_of(self.module) is not None or applied(self.module).data is not None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize import ShapeError, build_mesh, full_gradients, parallelize_module
-from parallelize.axes.tensor.local_widths import LocalWidth, with_local_width
+from parallelize.axes.tensor.local_inputs import LocalWidth, with_local_width
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.styles.contract import InputWidth
 from tests.support.parity import worst

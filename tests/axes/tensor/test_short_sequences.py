@@ -9,7 +9,7 @@ import torch
 
 from parallelize import build_mesh, parallelize_module
 from parallelize.axes.tensor.watch.shard_dims import ShardDim
-from tests.axes.tensor.experts.test_split_experts import gradients
+from tests.axes.tensor.experts.test_expert_tensor_parallel import gradients
 from tests.axes.vocabulary.generation.generation_jobs import lively_model
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallelize import ModelError, build_mesh, build_optimizer, parallelize_model, parallelize_module, shard_data
-from tests.axes.tensor.experts.test_split_experts import PLAN, Mixture
+from tests.axes.tensor.experts.test_expert_tensor_parallel import PLAN, Mixture
 from tests.support.models import tiny_model
 from tests.support.refused import RULES, WIDTH, Block, refused, small_mesh
 from tests.support.threads import run_ranks

@@ -287,7 +287,7 @@ def loads_weights(rank: int, zero: int, mixed: bool) -> tuple[float, str]:
 
 def skipped_unit(rank: int, skipped: int) -> str:
     """What each rank raises where rank 1 skips a unit in its fourth step."""
-    from tests.axes.zero.test_unit_order import WIDTH, skipping
+    from tests.axes.zero.test_collective_order import WIDTH, skipping
 
     group = dist.new_group(timeout=timedelta(seconds=3))
     model = shard_data(skipping(), DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), 3, units=["layers.*"])

@@ -31,7 +31,7 @@ from parallelize.launch.preflight.rank_store import rank_store
 from parallelize.launch.preflight.roll_call import roll_call
 from parallelize.launch.run_rank import _status_of
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST, judge
-from parallelize.launch.start.forwarding import children
+from parallelize.launch.start.supervisor import children
 from tests.launch.launched import finish, output_of, run, started, wait_until, write_run
 from tests.support.processes import free_port
 

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from parallelize import build_mesh, parallelize_module
 from parallelize.base.errors import ModelError, ParallelizeError
-from parallelize.state.layout_tensor.dispatch_by_mode import ask_by_mode
-from parallelize.state.layout_tensor.layout_dtensor import LayoutDTensor
+from parallelize.state.layout_tensor.layout_dtensor import LayoutDTensor, ask_by_mode
 from tests.state.layout_tensor import layout_tensor_jobs as jobs
 from tests.state.layout_tensor.layout_tensor_jobs import error, full, gradients, largest_error, moments, parameters
 from tests.support.threads import run_ranks

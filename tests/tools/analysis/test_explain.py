@@ -15,11 +15,10 @@ from torch import nn
 from parallelize.base.errors import MeshError, ModelError, ParallelizeError, PlanError
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.models.model_source import ModelSource, read_model
-from parallelize.tools.analysis.advice import changes
 from parallelize.tools.analysis.cost.machine import known_machines, load_machine
 from parallelize.tools.analysis.cost.memory import memory_of
 from parallelize.tools.analysis.cost.setting import Setting
-from parallelize.tools.analysis.explain import explain, explain_subject
+from parallelize.tools.analysis.explain import changes, explain, explain_subject
 from parallelize.tools.analysis.fit import fit, meshes
 from parallelize.tools.analysis.measure import model_flops
 from parallelize.tools.analysis.subject import Subject

@@ -9,9 +9,7 @@ from parallelize.cli import main
 from parallelize.plan.models.model_source import read_model
 from parallelize.plan.plan_file import read_plan, shipped_plans
 from parallelize.tools.analysis.default_mesh import default_mesh
-from parallelize.tools.verification.scale_scans import scaled_scans
-from parallelize.tools.verification.scale_stages import scaled_stages
-from parallelize.tools.verification.scaled_source import scaled_source
+from parallelize.tools.verification.scaled_source import scaled_scans, scaled_source, scaled_stages
 
 TYPES = sorted({model_type for path in shipped_plans().values() for model_type in read_plan(path).model_types})
 WITHOUT_A_MODEL = {

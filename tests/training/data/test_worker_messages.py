@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallelize.training.data.iterable_batches import IterableBatches
-from parallelize.training.data.worker_messages import packed, unpacked
+from parallelize.training.data.iterable_batches import IterableBatches, packed, unpacked
 from tests.training.data.test_iterable_batches import first
 
 DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16, torch.complex128]

@@ -16,8 +16,7 @@ from parallelize.training.trainers import served_options as served
 from parallelize.training.trainers.rank_batches import MicroBatches
 from parallelize.training.trainers.sft import ParallelSFTTrainer
 from parallelize.training.trainers.trainer import OVERRIDDEN, ParallelTrainer, _optimizer_class
-from parallelize.training.trainers.trainer_checkpoints import _compare_batches
-from parallelize.training.trainers.trainer_weights import read_weights
+from parallelize.training.trainers.trainer_checkpoints import _compare_batches, read_weights
 from tests.training.trainers.trainer_jobs import arguments, counted_loss, launched
 
 pytest.importorskip("accelerate")

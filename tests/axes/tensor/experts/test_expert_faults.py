@@ -10,7 +10,7 @@ import torch
 from parallelize import ModelError, build_mesh, parallelize_model, parallelize_module, shard_data
 from tests.axes.pipeline.pipeline_jobs import full_value
 from tests.axes.tensor.experts import expert_jobs as jobs
-from tests.axes.tensor.experts.test_split_experts import PLAN, Mixture
+from tests.axes.tensor.experts.test_expert_tensor_parallel import PLAN, Mixture
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks

@@ -29,7 +29,7 @@ from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
-from tests.axes.tensor.experts.test_split_experts import MODES, PLAN, Mixture, check, gradients
+from tests.axes.tensor.experts.test_expert_tensor_parallel import MODES, PLAN, Mixture, check, gradients
 from tests.support.models import MIXTURES, tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
 from tests.support.threads import run_ranks

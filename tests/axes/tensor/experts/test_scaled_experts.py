@@ -7,7 +7,7 @@ import torch
 
 from parallelize import ModelError, build_mesh, parallelize_module
 from parallelize.axes.tensor.experts import expert_parallel
-from tests.axes.tensor.experts.test_split_experts import gradients
+from tests.axes.tensor.experts.test_expert_tensor_parallel import gradients
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallelize import ModelError, build_mesh, full_gradients, parallelize_model, parallelize_module
-from tests.axes.tensor.experts.test_split_experts import MODES, check
+from tests.axes.tensor.experts.test_expert_tensor_parallel import MODES, check
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
 

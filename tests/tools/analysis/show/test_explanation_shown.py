@@ -17,11 +17,10 @@ from parallelize.tools.analysis.explain import explain
 from parallelize.tools.analysis.show.canvas import ticks
 from parallelize.tools.analysis.show.memory_chart import draw_step, scale_of, timed_moments
 from parallelize.tools.analysis.show.number_format import amount, count, duration, times
-from parallelize.tools.analysis.show.page import as_html, compare_html
+from parallelize.tools.analysis.show.page import as_html, compare_html, draw_traffic
 from parallelize.tools.analysis.show.pipeline_chart import draw_pipeline
 from parallelize.tools.analysis.show.tables import expensive_first, largest, parts_of
 from parallelize.tools.analysis.show.terminal_report import MAX_MESSAGES, as_text, compare_text
-from parallelize.tools.analysis.show.traffic_chart import draw_traffic
 from tests.tools.analysis.cost.explain_jobs import source_of
 
 pytestmark = [pytest.mark.xdist_group("explanations"), pytest.mark.sweep]  # made once, in many seconds

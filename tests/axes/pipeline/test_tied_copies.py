@@ -188,7 +188,10 @@ def test_a_state_dict_without_all_names_of_a_tie_is_loaded_into_all_copies(axes,
         parallel.check_ties()
         full = full_state_dict(parallel.module, every_rank=True)
         copies = [value for name, value in full.items() if "lm_head" in name or "embed_tokens" in name]
-        assert copies and all(torch.equal(value, expected[TIED].to(value.dtype)) for value in copies)
+        dtype = next(
+            parallel.module.parameters()
+        ).dtype  # what is loaded is rounded to; full weights are the float32 ones
+        assert copies and all(torch.equal(value.to(dtype), expected[TIED].to(dtype)) for value in copies)
         optimizer = parallel.optimizer(torch.optim.SGD, lr=0.0)
         optimizer.step()  # of float32 copies, which must have followed
         parallel.check_ties()

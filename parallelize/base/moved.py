@@ -23,6 +23,8 @@ MOVED = {
     "checkpoint.format.paths": "base.files.paths",
     "checkpoint.format.strict_json": "base.files.strict_json",
     "checkpoint.format.boxes": "base.files.boxes",
+    "checkpoint.format.digests": "base.files.digests",
+    "plan.yaml_nodes": "base.files.yaml_nodes",
     "styles": "plan.styles",
     "models": "plan.models",
     "dims": "plan.dims",

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallelize.base.errors import PlanError, Problem
+from parallelize.base.files.yaml_nodes import as_scalar
 from parallelize.plan.expert_words import USUAL, words_of_weights
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import SCHEMA_VERSION, Plan, Rule
 from parallelize.plan.styles.notation import EXPERT_WEIGHT_WORDS, EXPERT_WORDS, parse_style, transformers_word
 from parallelize.plan.styles.style import STYLES, StyleText
-from parallelize.plan.yaml_nodes import as_scalar
 
 HEAD = {"lm_head": "colwise_gather_output"}  # the rule that `transformers` classes add for their head
 

@@ -14,6 +14,7 @@ import yaml
 
 from parallelize.base.errors import CheckpointError, ParallelizeError, PlanError, Problem, did_you_mean, near
 from parallelize.base.files.paths import read_named
+from parallelize.base.files.yaml_nodes import MAX_BYTES, Reader, compose
 from parallelize.plan.options import AUTO_FLAGS, FLAGS, NUMBERS, Options
 from parallelize.plan.options import NAMES as OPTION_NAMES
 from parallelize.plan.pattern import check_pattern
@@ -31,7 +32,6 @@ from parallelize.plan.schema import (
     Tie,
 )
 from parallelize.plan.tensor_sections import read_cases, read_tensor_sections
-from parallelize.plan.yaml_nodes import MAX_BYTES, Reader, compose
 
 KEYS = {
     "schema_version",

@@ -14,11 +14,11 @@ from typing import Any
 import yaml
 
 from parallelize.base.errors import PlanError
+from parallelize.base.files.yaml_nodes import Reader, is_decimal
 from parallelize.plan.pattern import check_pattern
 from parallelize.plan.schema import Case, LocalAttribute, LocalInput, Rule, Size
 from parallelize.plan.styles.notation import is_sum_of_sizes, parse_style
 from parallelize.plan.styles.style import terms_of
-from parallelize.plan.yaml_nodes import Reader, is_decimal
 
 TENSOR_KEYS = {"sizes", "tensor_parallel", "local", "local_inputs"}
 """The sections that may be under `when:`."""

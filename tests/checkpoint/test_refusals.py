@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from parallelize import Checkpointer, CheckpointError, load_checkpoint, load_pretrained
-from parallelize.checkpoint.format.digests import BLOCK_BYTES, KEY, digest_of
+from parallelize.base.files.digests import BLOCK_BYTES, KEY, digest_of
 from parallelize.checkpoint.format.manifest import read_manifest
 from parallelize.checkpoint.tools.file_check import verify_checkpoint
 from parallelize.cli import main

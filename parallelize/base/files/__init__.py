@@ -1,1 +1,1 @@
-"""What every reader and writer of files needs: checked paths, strict JSON, boxes of tensors."""
+"""What every reader and writer of files needs: checked paths, strict JSON, nodes of YAML with their lines, boxes of tensors, digests."""

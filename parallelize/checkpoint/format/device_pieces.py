@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from parallelize.base.files.boxes import Box, shape_of
-from parallelize.checkpoint.format.digests import BLOCK_BYTES
+from parallelize.base.files.digests import BLOCK_BYTES
 from parallelize.checkpoint.format.host_memory import bytes_of
 
 T = torch.Tensor

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from parallelize.base.files.digests import BLOCK_BYTES, digest_metadata, digest_of, placeholder_metadata
 from parallelize.checkpoint.format import disk
-from parallelize.checkpoint.format.digests import BLOCK_BYTES, digest_metadata, digest_of, placeholder_metadata
 from parallelize.checkpoint.format.header import FileInfo, Header, build_header
 from parallelize.checkpoint.format.host_memory import bytes_of
 

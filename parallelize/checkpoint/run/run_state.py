@@ -14,9 +14,9 @@ from math import prod
 from typing import Any
 
 from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.files.digests import digest_of
 from parallelize.base.files.strict_json import write_json
 from parallelize.base.mesh import DATA_AXES, SAMPLE_AXES
-from parallelize.checkpoint.format.digests import digest_of
 from parallelize.checkpoint.format.host_memory import bytes_of
 from parallelize.checkpoint.format.json_decoder import decode
 from parallelize.checkpoint.format.json_encoder import TensorSink, TensorSource, encode

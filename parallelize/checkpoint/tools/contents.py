@@ -16,10 +16,10 @@ from typing import Any
 
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import full_box, volume
+from parallelize.base.files.digests import KEY
 from parallelize.base.files.paths import check_name, open_file, read_small
 from parallelize.base.files.strict_json import read_json
 from parallelize.checkpoint.format import folders
-from parallelize.checkpoint.format.digests import KEY
 from parallelize.checkpoint.format.gather import GatheredCheckpoint, Source, gather, sources_of
 from parallelize.checkpoint.format.header import read_header
 from parallelize.checkpoint.format.manifest import NAME, SavedTensor

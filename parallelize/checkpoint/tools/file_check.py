@@ -13,7 +13,7 @@ from pathlib import Path
 
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import shape_of
-from parallelize.checkpoint.format.digests import BLOCK_BYTES, digest_of, read_digests
+from parallelize.base.files.digests import BLOCK_BYTES, digest_of, read_digests
 from parallelize.checkpoint.format.gather import Source, gathered, sources_of, step_folders
 from parallelize.checkpoint.format.header import FileInfo, Header, TensorEntry, read_header
 from parallelize.checkpoint.format.manifest import NAME, Manifest, SavedSlice, SavedTensor

@@ -16,11 +16,11 @@ import yaml
 
 from parallelize.base.errors import CheckpointError, LaunchError, ParallelizeError, PlanError, Problem
 from parallelize.base.files.paths import read_named
+from parallelize.base.files.yaml_nodes import MAX_BYTES, MAX_SCALAR, Reader, compose, is_flag, is_nothing
 from parallelize.base.mesh import MeshSpec
 from parallelize.launch.config.run_checks import CHECKS, Check, problems_of
 from parallelize.launch.config.run_config import ModelSection, RunConfig
 from parallelize.plan.options import AUTO_FLAGS, FLAGS, NAMES, NUMBERS, Options
-from parallelize.plan.yaml_nodes import MAX_BYTES, MAX_SCALAR, Reader, compose, is_flag, is_nothing
 
 _ABSENT = "no-such-file"
 

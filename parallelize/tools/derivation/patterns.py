@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 from math import prod
 
+from parallelize.base.files.yaml_nodes import MAX_SCALAR
 from parallelize.plan.pattern import alternatives, generic
-from parallelize.plan.yaml_nodes import MAX_SCALAR
 
 
 def pattern_rules(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:

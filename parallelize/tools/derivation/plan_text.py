@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from parallelize.base.files.yaml_nodes import as_scalar
 from parallelize.plan.pattern import generic, readable
 from parallelize.plan.schema import SCHEMA_VERSION
-from parallelize.plan.yaml_nodes import as_scalar
 from parallelize.tools.derivation.patterns import nested, pattern_rules
 
 

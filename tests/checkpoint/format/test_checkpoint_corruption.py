@@ -29,8 +29,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from parallelize.base.errors import CheckpointError
+from parallelize.base.files import digests
 from parallelize.base.files.strict_json import read_json
-from parallelize.checkpoint.format import digests, reader, writer
+from parallelize.checkpoint.format import reader, writer
 from parallelize.checkpoint.format.header import read_header
 from parallelize.checkpoint.format.manifest import read_manifest
 from parallelize.checkpoint.format.writer import TensorToWrite

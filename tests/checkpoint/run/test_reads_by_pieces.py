@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from parallelize import Checkpointer, build_mesh, full_parameter, load_checkpoint, load_pretrained, parallelize_module
-from parallelize.checkpoint.format import digests, reader, writer
+from parallelize.base.files import digests
+from parallelize.checkpoint.format import reader, writer
 from parallelize.checkpoint.format.device_pieces import DevicePieces
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks

@@ -78,12 +78,12 @@ class _Loader(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(self._new)
-        self._found = module.__spec__
+        self._own_spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """It was executed under its own name; Python has given it the spec of the former one."""
-        module.__spec__ = self._found
+        module.__spec__ = self._own_spec
 
 
 def find_moved() -> None:

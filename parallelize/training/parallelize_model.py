@@ -168,8 +168,8 @@ def _plan(module: nn.Module, spec: MeshSpec, plan: Any) -> Plan | None:
     needed = "tp" in spec.names or spec.ranks("cp") > 1 or is_styles(plan)
     if needed:
         return plan_of_styles(module, plan, tp=spec.ranks("tp"))
-    given = None if plan == "auto" else plan  # nothing is to be derived where nothing is sharded over `tp`
-    return plan_or_none(module, given) or plan_or_none(module, None)
+    explicit_plan = None if plan == "auto" else plan  # nothing is to be derived where nothing is sharded over `tp`
+    return plan_or_none(module, explicit_plan) or plan_or_none(module, None)
 
 
 def _compare_data_ranks(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -> None:

@@ -89,7 +89,7 @@ def raise_together(local: Failure | None, group: dist.ProcessGroup, cause: BaseE
     Raises: PipelineError `stage-failed`.
     """
     if local is not None:
-        _forget_told()
+        _forget_stored()
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, None if local is None else asdict(local), group=group)
     failures = sorted((Failure(**fields) for fields in gathered if fields), key=lambda failure: failure.at)
@@ -107,7 +107,7 @@ def sum_outcomes(totals: torch.Tensor, group: dist.ProcessGroup, local: Failure 
     Raises: PipelineError `stage-failed` with the first failure that is known, where the ranks cannot reach each other.
     """
     if local is not None and not (cause is not None and follows_from_another_rank(cause)):
-        _tell(local)
+        _store_failure(local)
     try:
         dist.all_reduce(totals, group=group)
     except RuntimeError as error:
@@ -124,7 +124,7 @@ def raise_reason(error: BaseException) -> None:
         _raise_known(None, error)
 
 
-def _tell(local: Failure) -> None:
+def _store_failure(local: Failure) -> None:
     """Put a failure into the store, unless an earlier one is there."""
     store = default_store()
     with suppress(RuntimeError):  # the process that has the store is gone
@@ -132,7 +132,7 @@ def _tell(local: Failure) -> None:
             store.compare_set(_KEY, "", json.dumps(asdict(local)))
 
 
-def _told() -> Failure | None:
+def _stored_failure() -> Failure | None:
     """The failure in the store, of any rank; None where there is none."""
     store = default_store()
     with suppress(RuntimeError):
@@ -141,7 +141,7 @@ def _told() -> Failure | None:
     return None
 
 
-def _forget_told() -> None:
+def _forget_stored() -> None:
     """Remove the failure from the store: all ranks exchange theirs, and a later step may fail otherwise."""
     store = default_store()
     with suppress(RuntimeError):
@@ -150,7 +150,7 @@ def _forget_told() -> None:
 
 
 def _raise_known(local: Failure | None, cause: BaseException) -> None:
-    failures = {found.rank: found for found in (local, _told()) if found is not None}
+    failures = {failure.rank: failure for failure in (local, _stored_failure()) if failure is not None}
     if failures:
         raise _stage_failed(sorted(failures.values(), key=lambda failure: failure.at)) from cause
 

@@ -73,9 +73,14 @@ def with_decoder_ids(module: nn.Module, named: Mapping[str, Any], labels: Any) -
     Raises: ModelError `no-decoder-ids`.
     """
     stock: Any = stock_model(module)
-    given = any(named.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    has_decoder_inputs = any(named.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
     is_of_two = getattr(getattr(stock, "config", None), "is_encoder_decoder", False)
-    if labels is None or given or not is_of_two or "decoder_input_ids" not in forward_signature(stock).parameters:
+    if (
+        labels is None
+        or has_decoder_inputs
+        or not is_of_two
+        or "decoder_input_ids" not in forward_signature(stock).parameters
+    ):
         return {}
     if hasattr(stock, "prepare_decoder_input_ids_from_labels"):
         return {"decoder_input_ids": stock.prepare_decoder_input_ids_from_labels(labels=labels)}

@@ -328,9 +328,11 @@ class Reducer:
 
     def _warn_of_weights_alone(self) -> None:
         """Warn once of a backward without a forward: that of a penalty on weights, which each data rank counts."""
+        if self._ran_forward:
+            return
+        self._ran_forward = True
         ranks = max((bucket.num_ranks for bucket in self.buckets), default=1)
-        if not self._ran_forward and ranks > 1:
-            self._ran_forward = True
+        if ranks > 1:
             text = f"a backward without a forward of the model since the last one: its gradients are summed over {ranks} data ranks. "
             text += f"Divide a penalty on weights by {ranks}, or use parallelize.add_penalty, which counts it once on every mesh"
             _warn_once(text)

@@ -125,11 +125,11 @@ def _sources(config: RunConfig) -> Iterator[Mistake]:
     data = config.data
     names = ("text", "jsonl", "function")
     sources = [name for name in names if getattr(data, name)]
-    given = [f"data.{name}" for name in names if f"data.{name}" in config.places]
+    keys_in_file = [f"data.{name}" for name in names if f"data.{name}" in config.places]
     if len(sources) != 1:
         what = f"data has {' and '.join(sources) or 'no source'}"
         slug = "bad-value" if sources else "missing-key"
-        yield Mistake([*given, "data"][0], slug, what, "one of text, jsonl and function")
+        yield Mistake([*keys_in_file, "data"][0], slug, what, "one of text, jsonl and function")
     if data.args and not data.function:
         yield Mistake("data.args", "missing-key", "arguments without a function are not read", "add data.function")
 

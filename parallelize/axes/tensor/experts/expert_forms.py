@@ -62,8 +62,8 @@ class StackedExperts:
         self.names = input_names(module)
 
     def inputs(self, module: Any, args: tuple, kwargs: Mapping[str, Any]) -> Inputs:
-        given = dict(zip(self.names, args, strict=False)) | dict(kwargs)
-        tokens, choices, weights = (given[name] for name in self.names)
+        arguments = dict(zip(self.names, args, strict=False)) | dict(kwargs)
+        tokens, choices, weights = (arguments[name] for name in self.names)
         return tokens, choices, weights
 
     def compute(self, module: Any, inputs: Inputs, count: int, biases: Mapping[str, Conversion]) -> T:

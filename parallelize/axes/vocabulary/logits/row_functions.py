@@ -49,8 +49,8 @@ def _along(position: int) -> Callable:
 
 def _squeeze(func: Callable, args: tuple, kwargs: dict) -> T:
     local = local_tensor(args[0])
-    given = kwargs.get("dim", args[1] if len(args) > 1 else tuple(range(local.ndim - 1)))
-    dims = {dim % local.ndim for dim in (given if isinstance(given, (tuple, list)) else (given,))}
+    dim_argument = kwargs.get("dim", args[1] if len(args) > 1 else tuple(range(local.ndim - 1)))
+    dims = {dim % local.ndim for dim in (dim_argument if isinstance(dim_argument, (tuple, list)) else (dim_argument,))}
     return args[0].with_local(local.squeeze(tuple(dims - {local.ndim - 1})))  # a vocabulary of one entry stays
 
 
@@ -88,10 +88,10 @@ def _permuted(func: Callable, args: tuple, kwargs: dict) -> T:
 
 def _joined(func: Callable, args: tuple, kwargs: dict) -> T:
     """`cat` or `stack` of logits of one vocabulary."""
-    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-    parts, dim = list(given.pop("tensors")), given.pop("dim", 0)
+    arguments = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    parts, dim = list(arguments.pop("tensors")), arguments.pop("dim", 0)
     first = parts[0]
-    if given or not all(hasattr(part, "vocabulary") and _same(part.vocabulary, first.vocabulary) for part in parts):
+    if arguments or not all(hasattr(part, "vocabulary") and _same(part.vocabulary, first.vocabulary) for part in parts):
         refuse(f"{func.__name__} joins sharded logits with other tensors")
     locals_ = [local_tensor(part) for part in parts]
     ndim = locals_[0].ndim + (func is torch.stack)
@@ -188,11 +188,11 @@ def _shape(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> T:
-    given = dict(zip(("input", "target"), args, strict=False)) | kwargs
-    logits, target = given.pop("input").logits, given.pop("target")
+    arguments = dict(zip(("input", "target"), args, strict=False)) | kwargs
+    logits, target = arguments.pop("input").logits, arguments.pop("target")
     if target.is_floating_point() and target.ndim == logits.dim():  # probabilities [B, V, ...]
         target = target.movedim(1, -1)
-    return F.cross_entropy(logits, target, *args[2:], **given)
+    return F.cross_entropy(logits, target, *args[2:], **arguments)
 
 
 _HANDLERS: dict[Callable, Callable] = {

@@ -16,11 +16,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 from parallelize import __version__
+from parallelize.base.patches.active import active
+from parallelize.base.patches.table import TABLE
 from parallelize.base.terminal.console import FINE, add_json, print_json
 
 PACKAGES = ("torch", "transformers", "safetensors", "blake3", "pyyaml", "numpy", "huggingface_hub", "triton")
@@ -61,6 +64,7 @@ def environment() -> dict[str, Any]:
         "system": _system(),
         "torch": torch,
         "gpus": _gpus(),
+        "patches": known_patches(),
         "variables": _variables(os.environ),
     }
 
@@ -81,6 +85,12 @@ def _system() -> dict[str, Any]:
         "usable_cpus": usable,
         "memory_bytes": pages.get("SC_PHYS_PAGES", 0) * pages.get("SC_PAGE_SIZE", 0),
     }
+
+
+def known_patches() -> list[dict[str, Any]]:
+    """What planned models change in other libraries, and what of it is changed in this process now."""
+    begun = {row for _, row in active()}
+    return [{**asdict(row), "active": row in begun} for row in TABLE]
 
 
 # -- torch ----------------------------------------------------------------------------------------------------------------
@@ -190,7 +200,19 @@ def _rows(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _torch_rows(data["torch"])
     for number, gpu in enumerate(data["gpus"]):
         yield f"gpu {number}", f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}"
+    yield from _patch_rows(data["patches"])
     yield from data["variables"].items()
+
+
+def _patch_rows(patches: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    active = [patch for patch in patches if patch["active"]]
+    if not active:
+        yield (
+            "patches",
+            f"none in this process; {len(patches)} are known, each undone with the last planned model: --json",
+        )
+    for patch in active:
+        yield "patched", f"{patch['target']}: {patch['why']}, until {patch['ends']}"
 
 
 def _torch_rows(torch: dict[str, Any]) -> Iterator[tuple[str, str]]:

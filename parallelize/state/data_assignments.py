@@ -1,25 +1,25 @@
 """`parameter.data = values` for planned parameters, as code written for plain parameters does it.
 
 For a DTensor PyTorch (2.11 to 2.15) replaces an outer tensor that nothing computes with, and leaves the shard as it is, without an
-error. From the first plan on, values of the same dtype and device are written to the shard.
+error. While planned models live, values of the same dtype and device are written to the shard.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from parallelize.base.patches import active as patches
+
 _STOCK: Any = torch.Tensor.data
 
 
-@cache
 def follow_data_assignments() -> None:
-    """Once in a process."""
+    """Let `.data = ...` of a DTensor write to its shard, where PyTorch does not."""
     if "data" not in vars(DTensor):
-        DTensor.data = property(_STOCK.__get__, _assign)  # type: ignore[assignment]
+        patches.change(DTensor, "data", lambda: property(_STOCK.__get__, _assign), _assign)
 
 
 def _assign(tensor: DTensor, value: Any) -> None:

@@ -7,7 +7,6 @@ and `torch.autograd.grad(..., allow_unused=True)` returns None: neither says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.state.records import mark_of
 
 
-@lru_cache(maxsize=1)
 def refuse_gradient_inputs() -> None:
-    """Once in a process. Calls without `inputs` and calls on other tensors run as they are."""
+    """Calls without `inputs` and calls on other tensors run as they are."""
     private.wrap_in_torch("backward", _backward)
     private.wrap_in_torch("grad", _grad)
 

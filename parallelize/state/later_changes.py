@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.state.later_prompts import replace_once
 from parallelize.state.peft_reads import refuse_merging_into_shards
 from parallelize.state.records import applied
 
@@ -79,11 +79,9 @@ def is_of_packages(hook: Any) -> bool:
     return module.partition(".")[0] in ("torch", "parallelize")
 
 
-@lru_cache(maxsize=1)
 def _install() -> None:
-    """Once in a process."""
-    register_module_module_registration_hook(_registered)
-    register_module_parameter_registration_hook(_registered_parameter)
+    patches.hook("registration hook of modules", register_module_module_registration_hook, _registered)
+    patches.hook("registration hook of parameters", register_module_parameter_registration_hook, _registered_parameter)
     private.wrap_in_torch("forward hooks", _registering)
     private.wrap_in_torch("list of modules", _inserting)
     private.wrap_in_torch("sequence of modules", _inserting)
@@ -96,19 +94,22 @@ def _registered(parent: nn.Module, name: str, child: Any) -> None:
     for callback in callbacks:
         callback()
     if callbacks and "peft" in sys.modules:
-        _plan_before_merging(len(sys.modules))
+        _plan_before_merging()
 
 
-@lru_cache(maxsize=1)
-def _plan_before_merging(count: int) -> None:
-    """Let PEFT have adapters planned when it merges them before a forward. Again where more modules of Python, by their `count`, are known."""
+def _plan_before_merging() -> None:
+    """Let PEFT have adapters planned when it merges them before a forward. Again where more modules of Python are known."""
+    notes = patches.lease().notes
+    if notes.get("modules seen") == len(sys.modules):
+        return
+    notes["modules seen"] = len(sys.modules)
     tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
     for name in ("merge_adapter", "_unload_and_optionally_merge"):
         if hasattr(tuner, name):
-            replace_once(tuner, name, _of_planned_model)
+            patches.replace(tuner, name, _of_planned_model)
     for name, layers in list(sys.modules.items()):
         if name.startswith("peft.tuners.") and hasattr(layers, "check_adapters_to_merge"):
-            replace_once(layers, "check_adapters_to_merge", _of_planned_layer)
+            patches.replace(layers, "check_adapters_to_merge", _of_planned_layer)
 
 
 def _of_planned_model(stock: Callable[..., Any]) -> Callable[..., Any]:

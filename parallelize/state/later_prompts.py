@@ -5,7 +5,6 @@ PEFT is not imported: what is not imported when data axes are applied is as its 
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.mesh import DATA_AXES
+from parallelize.base.patches import active as patches
 from parallelize.comm.meshes import mesh_spec
 from parallelize.state.records import applied
 
@@ -22,18 +22,7 @@ def refuse_later_prompts() -> None:
     """Let PEFT, where it is imported, refuse prompts that train beside such a model."""
     model: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
     if model is not None:
-        replace_once(model, "get_prompt", _checked)
-
-
-def replace_once(cls: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of a class by what `make` returns of it, unless `make` has replaced it before."""
-    method: Any = getattr(cls, name)
-    made_by = getattr(method, "made_by", ())
-    if make in made_by:
-        return
-    replacement: Any = functools.wraps(method)(make(method))
-    replacement.made_by = (*made_by, make)
-    setattr(cls, name, replacement)
+        patches.replace(model, "get_prompt", _checked)
 
 
 def _checked(stock: Callable[..., Any]) -> Callable[..., Any]:

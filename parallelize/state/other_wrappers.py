@@ -6,7 +6,7 @@ the gradients of `shard_data` a second time.
 
 from __future__ import annotations
 
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -29,14 +29,9 @@ def refuse_wrapped(module: nn.Module) -> None:
 def refuse_wrappers(module: nn.Module) -> None:
     """Let DistributedDataParallel and `replicate` around this model, or around one that it is a part of, raise ModelError
     `other-data-parallel`: DistributedDataParallel when it wraps, `replicate` in the first forward."""
-    _refuse_construction()
+    private.wrap_in_torch("data parallel", _constructing)
     if _refuse_active not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_refuse_active, prepend=True)
-
-
-@cache
-def _refuse_construction() -> None:
-    private.wrap_in_torch("data parallel", _constructing)
 
 
 def _constructing(construct: Any) -> Any:

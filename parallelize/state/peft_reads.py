@@ -6,7 +6,6 @@ imported when a model is planned, cut or sharded is as its authors wrote it.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.mesh import DATA_AXES
+from parallelize.base.patches import active as patches
 from parallelize.state.records import applied
 
 _FIRST = "before the plan: model = get_peft_model(model, config), then parallelize_model(model, mesh)"
@@ -32,9 +32,9 @@ def guard_peft_reads() -> None:
     """Let PEFT, where it is imported, make adapters of linears in their full sizes, and refuse what reads their weights."""
     layers: Any = sys.modules.get("peft.tuners.lora.layer")
     stock = getattr(layers, "_get_in_out_features", None)
-    if stock is None or isinstance(stock, _FullSizes):
+    if stock is None:
         return
-    layers._get_in_out_features = _FullSizes(stock)
+    patches.replace(layers, "_get_in_out_features", _FullSizes)
     for name in _READS_WEIGHTS:
         _refuse_of_shards(layers.LoraLayer, name, _base_of_whole_model, _FIRST)
     dora: Any = sys.modules.get("peft.tuners.lora.dora")
@@ -95,7 +95,6 @@ def _refuse_of_shards(cls: Any, name: str, module_of: Callable[..., Any], fix: s
     if stock is None:
         return
 
-    @functools.wraps(stock)
     def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
         named = {"base_layer": kwargs["base_layer"]} if "base_layer" in kwargs else {}
         if any(isinstance(parameter, DTensor) for parameter in module_of(self, **named).parameters()):
@@ -103,4 +102,4 @@ def _refuse_of_shards(cls: Any, name: str, module_of: Callable[..., Any], fix: s
             raise ModelError(Problem("unplanned-adapter", what, fix=fix))
         return stock(self, *args, **kwargs)
 
-    setattr(cls, name, refusing)
+    patches.change(cls, name, lambda: refusing, _refuse_of_shards)

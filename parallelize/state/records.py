@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.mesh import MeshSpec
+from parallelize.base.patches import active as patches
 from parallelize.comm.groups import Group, in_groups
 from parallelize.comm.input_check import InputCheck
 from parallelize.plan.model_facts import ModelFacts, describe
@@ -146,6 +147,7 @@ class ModuleState:
         defers_logits: whether it is a head whose matmul is left to the loss. gathers_logits: whether a graph that a compiler traces
             now gathers its logits. written_weight: the tensor that an optimizer
             writes to under `fully_shard`, of such a head, and its local tensor.
+        lease: keeps what is changed in other libraries, while a planned model lives.
         exporters: those that `export_weights` has built, on the root. plan_later: plans what was added to the model.
         stage_adapters: of a model that was cut into stages: the same, and drops what other stages have, a pipeline.stage_adapters.StageAdapters.
     """
@@ -180,6 +182,7 @@ class ModuleState:
     exporters: object = None
     plan_later: Callable[[nn.Module], None] | None = None
     stage_adapters: Callable[[nn.Module], None] | None = None
+    lease: patches.Lease | None = None
 
     def __deepcopy__(self, memo: dict) -> ModuleState:
         return replace(self, **{key: copy.deepcopy(value, memo) for key, value in self._fields().items()})
@@ -195,7 +198,7 @@ class ModuleState:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-_PICKLED = {"name", "resolved", "recipe", "rebuilt_buffers", "route_replay", "router", "exporters"}
+_PICKLED = {"lease", "name", "resolved", "recipe", "rebuilt_buffers", "route_replay", "router", "exporters"}
 
 
 def _restored(values: dict[str, Any]) -> ModuleState:
@@ -212,7 +215,7 @@ def applied(module: nn.Module) -> ModuleState:
 
 def mark_applied(module: nn.Module, **fields: Any) -> None:
     """Replace fields of a module's record."""
-    module.__dict__[KEY] = replace(applied(module), **fields)
+    module.__dict__[KEY] = replace(applied(module), lease=patches.lease(), **fields)
 
 
 def record_of(module: nn.Module) -> PlanRecord | None:

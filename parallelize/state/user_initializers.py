@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_tensors as private
 
 _guarded: dict[int, weakref.ref[nn.Module]] = {}
@@ -76,9 +76,8 @@ def _on_shards(name: str, tensor: torch.Tensor) -> ModelError:
     return ModelError(Problem("initializer-on-shards", what, fix=fix))
 
 
-@cache
 def _check_draws() -> None:
-    """Watch the ops of this process that draw numbers, from the first call on."""
+    """Watch the ops of this process that draw numbers."""
     check_draws(_refuse_draw)
 
 
@@ -139,4 +138,4 @@ def check_draws(check: Callable[[str, Any], None]) -> None:
             handlers[op] = handle
 
     for op in DRAWS_INTO | DRAWS_LIKE:
-        handlers.setdefault(op, handle)
+        patches.handle(f"DTensor's handler of {op}", handlers, op, handle)

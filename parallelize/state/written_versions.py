@@ -7,21 +7,20 @@ alone. So the counters of local tensors are changed after each step of any optim
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.state.records import mark_of
 
 
-@cache
 def count_optimizer_writes() -> None:
-    """Watch the steps of all optimizers of this process, from the first call on."""
-    register_optimizer_step_post_hook(_count_writes)
+    """Watch the steps of all optimizers of this process."""
+    patches.hook("hook after optimizer steps", register_optimizer_step_post_hook, _count_writes)
 
 
 def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

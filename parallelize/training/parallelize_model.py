@@ -29,6 +29,7 @@ from parallelize.axes.zero.router_loss import refuse_router_loss
 from parallelize.axes.zero.shard_data import apply_data_axes, data_of
 from parallelize.base.errors import MeshError, ModelError, Problem
 from parallelize.base.mesh import DATA_AXES, MeshSpec
+from parallelize.base.patches.active import refuse_other_copy
 from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.handshake import agree_on
 from parallelize.comm.meshes import mesh_spec, require_names, with_tp
@@ -112,6 +113,7 @@ def parallelize_model(
     """
     spec, requested = mesh_spec(mesh), options_of(options, keywords)
     with agree_on(mesh) as agreed:
+        refuse_other_copy()
         require_module(module)
         require_names(mesh)
         chosen = with_cuts(_plan(module, spec, plan), cuts)

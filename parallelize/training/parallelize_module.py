@@ -35,6 +35,7 @@ from parallelize.axes.zero.replicas import compare_weights
 from parallelize.axes.zero.router_loss import share_router_loss
 from parallelize.base.errors import MeshError, ModelError, PlanError, Problem
 from parallelize.base.mesh import DATA_AXES, MeshSpec
+from parallelize.base.patches.active import refuse_other_copy
 from parallelize.base.providers import provider
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
@@ -194,6 +195,7 @@ def apply_plan(
         names = _full_on_each_rank(module, agreed.plan, storage.compares)
         compare_weights(module, mesh, tp, "tp", names)
     with gc_paused(), Transaction(module):
+        mark_applied(module)  # from here on it holds what is changed in other libraries
         if agreed.resolved.plan.kept:
             _apply_kept(module, mesh, agreed.resolved, storage)
             refuse_training_of_unclaimed(agreed.plan, agreed.model)
@@ -235,6 +237,7 @@ def _agree_on_plan(
     tp = tp_mesh(mesh)
     with agree_on(mesh, timeout_s) as facts, gc_paused():
         facts |= storage.facts()
+        refuse_other_copy()
         require_module(module)
         refuse_other_quantizers(module)
         resolved = decide()
@@ -375,7 +378,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     serve_compilers(module)
     plan_later_adapters(module)
     serve_resizing(module)
-    guard_partial_values()
+    guard_partial_values(mesh, *([folded] if folded is not None else []))
     refuse_gradient_inputs()
     refuse_wrappers(module)
     guard_accelerate(module, record.mesh)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from parallelize.base.patches import active as patches
 from parallelize.base.torch_private.torch_groups import functional_collectives, group_of_functional
 from parallelize.comm.shared_memory import SharedMemory
 from parallelize.watchdog.call_log import REMEMBERED, CallLog
@@ -94,30 +95,35 @@ def record_calls(log: CallLog) -> Undo:
 
     Returns: what restores everything.
     """
-    replaced = [*_replaced_methods(log), *_replaced_functional(log), *_replaced_wait(), *_replaced_functions(log)]
-    replaced.append((SharedMemory, "is_allowed", False, SharedMemory.is_allowed))  # it calls no process group
-    for owner, name, new, _ in replaced:
+    foreign = [*_replaced_methods(log), *_replaced_functional(log), _replaced_wait()]
+    ends = [patches.begin(owner, name, new) for owner, name, new in foreign]
+    own = [
+        *_replaced_functions(log),
+        (SharedMemory, "is_allowed", False, SharedMemory.is_allowed),
+    ]  # it calls no process group
+    for owner, name, new, _ in own:
         setattr(owner, name, new)
 
     def undo() -> None:
-        for owner, name, _, old in replaced:
+        for end in reversed(ends):
+            end()
+        for owner, name, _, old in own:
             setattr(owner, name, old)
 
     return undo
 
 
-def _replaced_methods(log: CallLog) -> Iterator[tuple[type, str, Any, Any]]:
+def _replaced_methods(log: CallLog) -> Iterator[tuple[type, str, Any]]:
     for name in _METHODS:
         if name in vars(dist.ProcessGroup):
-            stock = vars(dist.ProcessGroup)[name]  # as it is bound; `getattr` gives the function inside
-            yield dist.ProcessGroup, name, recorded(getattr(dist.ProcessGroup, name), name, log), stock
+            yield dist.ProcessGroup, name, recorded(getattr(dist.ProcessGroup, name), name, log)
 
 
-def _replaced_functional(log: CallLog) -> Iterator[tuple[Any, str, Any, Any]]:
+def _replaced_functional(log: CallLog) -> Iterator[tuple[Any, str, Any]]:
     functions = functional_collectives()
     for name, op in _FUNCTIONAL.items():
         if original := getattr(functions, name, None):
-            yield functions, name, _recorded_functional(original, op, log), original
+            yield functions, name, _recorded_functional(original, op, log)
 
 
 def _recorded_functional(original: Any, op: str, log: CallLog) -> Callable[..., Any]:
@@ -217,14 +223,14 @@ def _first_tensor(argument: Any) -> torch.Tensor | None:
     return argument if isinstance(argument, torch.Tensor) else None
 
 
-def _replaced_wait() -> Iterator[tuple[type, str, Any, Any]]:
+def _replaced_wait() -> tuple[type, str, Any]:
     """`Work.wait`, so that a thread that waits in it has a frame of this file, whoever calls it."""
     original = dist.Work.wait
 
     def wait(work: Any, *args: Any, **keywords: Any) -> Any:
         return original(work, *args, **keywords)
 
-    yield dist.Work, "wait", wait, vars(dist.Work)["wait"]
+    return dist.Work, "wait", wait
 
 
 def _replaced_functions(log: CallLog) -> Iterator[tuple[type, str, Any, Any]]:

@@ -70,7 +70,7 @@ class WatchThread(threading.Thread):
         self.standing = StandingThread(watched.log)
         self.left: dict[int, dict[str, Any]] = {}
         self._stop_asked = threading.Event()
-        self._beat = identity()
+        self._identity = identity()
         self._gone_since: dict[int, float] = {}
         self._failed_at: float | None = None
         self._armed_at = float("-inf")
@@ -88,6 +88,14 @@ class WatchThread(threading.Thread):
         self._stop_asked.set()
         self.join(5.0)
 
+    def beat(self) -> None:
+        """Tell the other ranks that this one lives, and what it called last."""
+        last = self.watched.log.last
+        call = None if last is None else call_text(last[1].as_data())
+        self.watched.channel.set(
+            f"hb/{self.watched.channel.rank}", self._identity | {"time": time.time(), "call": call}
+        )
+
     def run(self) -> None:
         while not self._stop_asked.wait(self.interval_s):
             try:
@@ -104,9 +112,7 @@ class WatchThread(threading.Thread):
         watched = self.watched
         self._arm()
         self.standing.sample()
-        last = watched.log.last
-        call = None if last is None else call_text(last[1].as_data())
-        watched.channel.set(f"hb/{watched.channel.rank}", self._beat | {"time": time.time(), "call": call})
+        self.beat()
         successor = self._successor()
         events, beat = watched.channel.read(successor)
         for event in events:
@@ -147,7 +153,7 @@ class WatchThread(threading.Thread):
 
     def _watch_successor(self, rank: int, beat: Any) -> None:
         """A process of this machine that is gone. One of another machine is missed by those who wait for it."""
-        if rank in self.left or process_state(beat, self._beat["machine"]) != "gone":
+        if rank in self.left or process_state(beat, self._identity["machine"]) != "gone":
             self._gone_since.pop(rank, None)
         elif time.monotonic() - self._gone_since.setdefault(rank, time.monotonic()) > _GONE_S:
             self._alarm()
@@ -256,7 +262,7 @@ class WatchThread(threading.Thread):
                 states[rank] = state
                 continue
             beat = channel.get(f"hb/{rank}") or {}
-            known = process_state(beat, self._beat["machine"])
+            known = process_state(beat, self._identity["machine"])
             if late or known in ("gone", "stopped"):
                 absent[rank] = _absent_text(beat, known)
 

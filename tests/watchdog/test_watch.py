@@ -17,6 +17,7 @@ from tests.support.refused import small_mesh
 from tests.watchdog.watch_jobs import (
     calls_and_places,
     differs_in_dtype,
+    is_known_at_once,
     redistributes_alone,
     takes_the_maximum,
     trains_as_without,
@@ -29,6 +30,10 @@ def test_losses_are_those_without_it_and_everything_is_restored(two_processes, t
         assert losses[0] == losses[1]
         assert restored and hook_restored
     assert not (tmp_path / "reports").exists()  # nothing went wrong, nothing is left
+
+
+def test_a_rank_that_ends_at_once_has_opened_a_watch(two_processes, tmp_path):
+    assert two_processes.run(is_known_at_once, str(tmp_path)) == [True, True]
 
 
 def test_collectives_are_known_by_module_rule_and_axis(two_processes, tmp_path):

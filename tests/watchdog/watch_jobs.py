@@ -120,3 +120,10 @@ def waits_at_the_gate(rank: int, folder: str) -> list[float]:
         began = time.monotonic()
         dist.all_reduce(torch.ones(5))
         return [max(stood), time.monotonic() - began]
+
+
+def is_known_at_once(rank: int, folder: str) -> bool:
+    """Whether a rank that opens a watch can be told from one that never did, before the watch's thread has had a turn."""
+    with watch(timeout_s=300, folder=Path(folder) / "reports") as opened:
+        assert opened.watched is not None
+        return bool(opened.watched.channel.get(f"hb/{rank}"))

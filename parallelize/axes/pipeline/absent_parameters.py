@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.base.patches import active as patches
 from parallelize.plan.adapters import BASE
 from parallelize.plan.learned_prompts import prompt_encoders
-from parallelize.state.later_prompts import replace_once
 from parallelize.state.records import Cut, applied, mark_applied
 
 
@@ -87,9 +87,9 @@ def show_absent_to_peft() -> None:
     """Let PEFT, where it is imported, make adapters of layers of other stages: it reads the shape, dtype and device of their weights."""
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is not None:
-        replace_once(tuners.BaseTuner, "inject_adapter", _with_absent_weights)
+        patches.replace(tuners.BaseTuner, "inject_adapter", _with_absent_weights)
     if hasattr(tuners, "_set_layer_requires_grad"):
-        replace_once(tuners, "_set_layer_requires_grad", _of_present)
+        patches.replace(tuners, "_set_layer_requires_grad", _of_present)
 
 
 def _of_present(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,8 @@ from parallelize.axes.pipeline.absent_parameters import drop_parameters
 from parallelize.axes.pipeline.stage_adapters import StageAdapters
 from parallelize.axes.zero.router_loss import refuse_router_loss, share_router_loss
 from parallelize.base.errors import MeshError, ModelError, Problem
+from parallelize.base.patches import active as patches
+from parallelize.base.patches.active import refuse_other_copy
 from parallelize.comm.groups import Group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.comm.meshes import mesh_spec
@@ -33,7 +35,6 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stage_ranks import ranks_of_stages
 from parallelize.plan.stages import Assignment, Costs
-from parallelize.state.later_prompts import replace_once
 from parallelize.state.records import Cut, StageMark, mark_applied, mark_parameter, pipeline_cut, record_of
 from parallelize.state.stock_methods import guard_stock_methods
 
@@ -81,6 +82,7 @@ def cut_pipeline(
     """
     ranks = ranks_of_stages(schedule, pp_group(mesh).size(), stages_per_rank)
     with agree_on(mesh, handshake_timeout_s) as agreed:
+        refuse_other_copy()
         check_uncut(module)
         chosen = with_cuts(plan_or_none(module, plan), cuts)
         spec, options = mesh_spec(mesh).only("pp"), Options(schedule=schedule, stages_per_rank=stages_per_rank)
@@ -170,8 +172,8 @@ def serve_prompts() -> None:
     """Let PEFT, where it is imported, call the module of frozen prefixes in a model that is cut into stages."""
     model: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
     if model is not None:
-        replace_once(model, "get_prompt", _by_call)
-        replace_once(model, "_setup_prompt_encoder", _before_the_cut)
+        patches.replace(model, "get_prompt", _by_call)
+        patches.replace(model, "_setup_prompt_encoder", _before_the_cut)
 
 
 def _before_the_cut(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from parallelize.ops.vocabulary.vocabulary_shard import check_ids
 from parallelize.watchdog.watching import follows_from_another_rank
 
 _KEY = "parallelize/stage-failed"
+LOOK_AT_PEER = "look at that rank's own output; start again on all ranks"
 _PHASES = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
 
 
@@ -104,15 +105,20 @@ def sum_outcomes(totals: torch.Tensor, group: dist.ProcessGroup, local: Failure 
     Args:
         local, cause: the failure of this rank and its exception, or None.
 
-    Raises: PipelineError `stage-failed` with the first failure that is known, where the ranks cannot reach each other.
+    Raises: where the ranks cannot reach each other, PipelineError `stage-failed` with the first failure that is known, or `peer-lost`
+        where this rank has failed because another one is gone.
     """
-    if local is not None and not (cause is not None and follows_from_another_rank(cause)):
+    follows = cause is not None and follows_from_another_rank(cause)
+    if local is not None and not follows:
         _store_failure(local)
     try:
         dist.all_reduce(totals, group=group)
     except RuntimeError as error:
-        _raise_known(local, cause or error)
-        raise
+        _raise_known(None if follows else local, cause or error)
+        if local is None:
+            raise
+        what = f"a rank that this one works with does not answer: {local.error.splitlines()[0]}"
+        raise PipelineError(Problem("peer-lost", what, fix=LOOK_AT_PEER)) from cause
 
 
 def raise_reason(error: BaseException) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelize.axes.pipeline.failure import LOOK_AT_PEER
 from parallelize.axes.pipeline.payload import Meta, StageHeader
 from parallelize.base.errors import ModelError, PipelineError, Problem
 from parallelize.comm.groups import Group
@@ -113,4 +114,4 @@ def _peer_lost(peer: int, error: BaseException) -> PipelineError:
     """The error for a neighbor that does not respond: its process ended, hangs, or raised an error."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     what = f"rank {peer} of the pipeline does not answer: {text}"
-    return PipelineError(Problem("peer-lost", what, fix="look at that rank's own output; start again on all ranks"))
+    return PipelineError(Problem("peer-lost", what, fix=LOOK_AT_PEER))

@@ -35,12 +35,12 @@ from parallelize.axes.zero.reduced_parameters import (
 from parallelize.axes.zero.reducer import ReducedParameter, Reducer
 from parallelize.axes.zero.replicas import data_group
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.patches import active as patches
 from parallelize.comm.groups import Group, axis_group, in_groups
 from parallelize.comm.handshake import compare_facts
 from parallelize.plan.adapters import is_adapter_parameter
 from parallelize.state.gradient_guard import guard_gradients
 from parallelize.state.later_changes import plan_changes, when_changed
-from parallelize.state.later_prompts import replace_once
 from parallelize.state.peft_reads import guard_peft_reads
 from parallelize.state.records import applied, record_of, resolution_so_far
 from parallelize.state.sharding import rows_by_name
@@ -221,7 +221,7 @@ def add_to_sharded_units() -> None:
     """Let PEFT, where it is imported, freeze parameters while they are shards: what is gathered forgets it."""
     tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
     if tuner is not None:
-        replace_once(tuner, "inject_adapter", _resharded)
+        patches.replace(tuner, "inject_adapter", _resharded)
     guard_peft_reads()
 
 

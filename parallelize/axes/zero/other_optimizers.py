@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.patches import active as patches
 from parallelize.state.records import mark_of
 
 _REFUSED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id, as tensors compare elementwise
@@ -25,18 +25,12 @@ def refuse_steps(parameters: Iterable[Any]) -> None:
     """Let a step of an optimizer that has one of these parameters itself raise ModelError `unsharded-optimizer`."""
     for parameter in parameters:
         _REFUSED[id(parameter)] = parameter
-        _install()
-
-
-@lru_cache(maxsize=1)
-def _install() -> None:
-    """Once in a process: PyTorch calls the hook before the step of any optimizer."""
-    register_optimizer_step_pre_hook(_refuse)
+        watch_optimizers()
 
 
 def watch_optimizers() -> None:
     """Refuse classes that cannot step DTensors, and LBFGS on a pipeline stage, by name before their step."""
-    _install()
+    patches.hook("hook before optimizer steps", register_optimizer_step_pre_hook, _refuse)
 
 
 _FAIL_ON_DTENSORS = {

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.axes.zero.aux_loss_partials import RouterSums, recorded_routers, sums_of
 from parallelize.axes.zero.replicas import data_group
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.patches import active as patches
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.ops.replay_cache import in_recompute
@@ -61,9 +62,7 @@ def share_router_loss(module: nn.Module, mesh: DeviceMesh | None = None) -> None
     modeling = _modeling_file(module)
     if modeling is None or _REQUEST not in inspect.signature(type(module).forward).parameters:
         return
-    function = getattr(modeling, FUNCTION)
-    if not isinstance(function, _OverRanks):
-        setattr(modeling, FUNCTION, _OverRanks(function))
+    patches.replace(modeling, FUNCTION, _OverRanks)
     calls = router_calls(module)
     if calls is None:
         calls = RouterCalls()

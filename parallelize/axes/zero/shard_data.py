@@ -44,6 +44,7 @@ from parallelize.axes.zero.router_loss import share_router_loss
 from parallelize.axes.zero.stock_loss import count_over_data_ranks
 from parallelize.base.errors import MeshError, ModelError, Problem, short_list
 from parallelize.base.mesh import DATA_AXES, MeshSpec
+from parallelize.base.patches.active import refuse_other_copy
 from parallelize.comm.handshake import agree_on
 from parallelize.comm.meshes import mesh_spec
 from parallelize.plan.choose import plan_or_none
@@ -58,6 +59,7 @@ from parallelize.state.later_prompts import refuse_later_prompts
 from parallelize.state.loop.stock_clip import serve_several_meshes
 from parallelize.state.offloaded_models import refuse_offloaded
 from parallelize.state.other_wrappers import refuse_wrapped, refuse_wrappers
+from parallelize.state.partial_values import guard_partial_values
 from parallelize.state.records import applied, facts_of, mark_applied, record_of, resolution_so_far
 from parallelize.state.sharding import join_tied_slots
 from parallelize.state.step_results import expected
@@ -143,6 +145,7 @@ def shard_data(
     """
     spec = mesh_spec(mesh)
     with agree_on(mesh) as agreed:
+        refuse_other_copy()
         require_module(module)
         _check(module, spec, zero)
         refuse_early_optimizers(module)
@@ -171,6 +174,7 @@ def _units(module: nn.Module, earlier: ResolvedPlan, patterns: Sequence[str] | N
 def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, options: DataOptions) -> nn.Module:
     """`shard_data` by a resolved plan, for a model that nothing but its modules refers to."""
     _check(module, mesh_spec(mesh), resolved.options.zero)
+    mark_applied(module)  # from here on it holds what is changed in other libraries
     make_contiguous(module)
     join_tied_slots(module)
     serve_several_meshes()
@@ -197,6 +201,7 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     watch_optimizers()
     guard_initializers(module)
     guard_stock_methods(module)
+    guard_partial_values(mesh)
     compute = options.dtype if options.low_precision else None
     shards: list[OptimizerShard] = []
     later = None

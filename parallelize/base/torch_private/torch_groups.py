@@ -9,13 +9,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+from parallelize.base.patches import active as patches
 
 
 def call_options(kind: str, asynchronous: bool) -> Any:
@@ -102,16 +103,16 @@ def _turn(ranks: tuple[int, ...]) -> int:
         return made[ranks]
 
 
-@lru_cache(maxsize=1)
 def _install_names() -> None:
-    """Patch torch's naming of local groups so that `new_local_group` chooses the name, per thread."""
+    """Patch torch's naming of local groups so that `new_local_group` chooses the name, per thread. A version of torch that names
+    groups in another way is left alone."""
     from torch.distributed import distributed_c10d
 
-    original: Any = getattr(distributed_c10d, "_hash_ranks_to_str", None)
-    if original is not None:  # else a version of torch that names groups in another way, which is kept
-        vars(distributed_c10d)["_hash_ranks_to_str"] = lambda ranks: (
-            getattr(_next_name, "value", None) or original(ranks)
-        )
+    patches.replace(distributed_c10d, "_hash_ranks_to_str", _named_here)
+
+
+def _named_here(stock: Any) -> Any:
+    return lambda ranks: getattr(_next_name, "value", None) or stock(ranks)
 
 
 def symmetric_ops() -> Any:
@@ -222,16 +223,14 @@ def threads_as_ranks(group_class: type) -> Iterator[None]:
     """Inside, every thread is a rank with process groups of its own, of the class `group_class` (see `threaded_groups`)."""
     global _ranks_are_threads
     threaded = threaded_groups()
-    stock = threaded.ProcessLocalGroup
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     threaded._install_threaded_pg()
-    threaded.ProcessLocalGroup = group_class
     _ranks_are_threads = True
     try:
-        yield
+        with patches.within(threaded, "ProcessLocalGroup", group_class):
+            yield
     finally:
         _ranks_are_threads = False
-        threaded.ProcessLocalGroup = stock
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
 

@@ -30,6 +30,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack as _current_dispatch_modes,
 )
 
+from parallelize.base.patches import active as patches
+
 StridedShard: Any = _StridedShard
 """The placement of shards with a stride, which PyTorch's `redistribute` calls for its own conversions (since 2.3)."""
 
@@ -149,6 +151,11 @@ plain_functions = torch._C.DisableTorchFunctionSubclass
 """A context in which a tensor subclass is treated as a plain tensor."""
 
 
+def root_of(mesh: Any) -> Any:
+    """The mesh that a submesh was sliced from (since 2.8; before, the submesh itself)."""
+    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+
+
 dtensor_handlers: dict[Any, Callable] = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
 """What runs an op of DTensors instead of the dispatcher, called with (op, args, kwargs): its own dictionary since 2.2."""
 
@@ -264,11 +271,8 @@ def autocast_of_meta() -> Iterator[None]:
         def patched(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
             stock(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
-        autocast.__init__ = patched
-        try:
+        with patches.within(autocast, "__init__", patched):
             yield
-        finally:
-            autocast.__init__ = stock
 
 
 @contextmanager
@@ -288,11 +292,8 @@ def truncated_normals(draw: Callable[..., torch.Tensor]) -> Iterator[None]:
                 return draw(tensor, mean, std, a, b)
             return stock(tensor, mean, std, a, b, generator)
 
-        init._no_grad_trunc_normal_ = patched
-        try:
+        with patches.within(init, "_no_grad_trunc_normal_", patched):
             yield
-        finally:
-            init._no_grad_trunc_normal_ = stock
 
 
 def masked_scale(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
@@ -384,7 +385,7 @@ def will_run(node: Any) -> bool:
 
 
 def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace, in this process, the "norm" that `nn.utils.clip_grad_norm_` takes (2.6), `get_total_norm`, the "total norm" (2.6), how
+    """Replace, once and while planned models live, the "norm" that `nn.utils.clip_grad_norm_` takes (2.6), `get_total_norm`, the "total norm" (2.6), how
     the "lists of optimizers", of "averages" and of "clipping" are divided by device and dtype (2.0), the "unscaling" of `GradScaler` (1.6),
     "backward" or "grad" of `torch.autograd` (0.2), what registers "forward hooks" of modules (0.2), the insertion into a "list of
     modules" (1.0) or a "sequence of modules" (2.0), the "redistribution" of DTensors (2.0), or the constructor of "data parallel"
@@ -406,8 +407,7 @@ def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
         "redistribution": (DTensor, "redistribute"),
         "unscaling": (torch.amp.GradScaler, "_unscale_grads_"),
     }[what]
-    if hasattr(owner, name):
-        setattr(owner, name, wrapper(getattr(owner, name)))
+    patches.replace(owner, name, wrapper)
 
 
 @contextmanager
@@ -418,12 +418,11 @@ def hidden_worker_info() -> Iterator[None]:
     if info is None:
         yield
         return
-    worker._worker_info = None
     _WORKER.append(True)
     try:
-        yield
+        with patches.within(worker, "_worker_info", None):
+            yield
     finally:
-        worker._worker_info = info
         _WORKER.clear()
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -240,13 +240,8 @@ class Gathered(DeferredDTensor):
 
 def defer_gathers(change: int) -> None:
     """Enter (1) or leave (-1) a block in whose thread `DTensor.redistribute` returns a `Gathered` for a gather of rows."""
-    _intercept_redistribution()
-    _LOCAL.depth = getattr(_LOCAL, "depth", 0) + change
-
-
-@cache
-def _intercept_redistribution() -> None:
     private.wrap_in_torch("redistribution", _redistributing)
+    _LOCAL.depth = getattr(_LOCAL, "depth", 0) + change
 
 
 def _redistributing(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:

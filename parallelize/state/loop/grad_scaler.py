@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, MutableMapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,9 +43,7 @@ def agree_over_stages(parameter: Any, mesh: DeviceMesh) -> None:
     _install()
 
 
-@lru_cache(maxsize=1)
 def _install() -> None:
-    """Once in a process."""
     private.wrap_in_torch("unscaling", _wrapped)
 
 

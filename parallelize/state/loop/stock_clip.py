@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,9 +30,8 @@ def serve_stock_clip(parameters: Iterable[Any]) -> None:
         _STAGED[id(parameter)] = parameter
 
 
-@lru_cache(maxsize=1)
 def serve_several_meshes() -> None:
-    """Once in a process: let PyTorch's clipping and optimizers take tensors of several meshes."""
+    """Let PyTorch's clipping and optimizers take tensors of several meshes."""
     divide_lists_by_mesh()
     private.wrap_in_torch("norm", _wrapped)
 
@@ -76,9 +74,8 @@ class _Unmarked:
 # Here lists are divided by mesh too.
 
 
-@lru_cache(maxsize=1)
 def divide_lists_by_mesh() -> None:
-    """Once in a process."""
+    """Let PyTorch run its operations on lists of tensors, of several meshes too."""
     for what in ("optimizers", "averages", "clipping"):
         private.wrap_in_torch(f"lists of {what}", _divided)
     private.wrap_in_torch("total norm", over_meshes)

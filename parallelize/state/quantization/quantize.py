@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.patches import active as patches
 from parallelize.plan.block_formats import BlockFormat, block_format
 from parallelize.plan.transposed_linear import is_conv1d
-from parallelize.state.later_prompts import replace_once
 from parallelize.state.quantization.block_codes import dequantize as dequantized_weight
 from parallelize.state.quantization.block_codes import quantize_rows
 from parallelize.state.quantization.chosen_linears import Names, chosen_modules, features
@@ -27,7 +27,7 @@ from parallelize.state.quantization.quantized_experts import (
 )
 from parallelize.state.quantization.quantized_linear import QuantizedLinear, allocate_codes
 from parallelize.state.quantization.quantized_stack import LowRankParts
-from parallelize.state.records import mesh_of
+from parallelize.state.records import mark_applied, mesh_of
 
 
 def quantize(model: nn.Module, form: str | BlockFormat = "nf4", *, modules: Names = None) -> nn.Module:
@@ -49,6 +49,7 @@ def quantize(model: nn.Module, form: str | BlockFormat = "nf4", *, modules: Name
     form = block_format(form)
     refuse_planned(model, "quantize")
     refuse_other_quantizers(model)
+    mark_applied(model)  # it holds what is changed in PEFT
     show_stacks_to_peft()
     for module in chosen_modules(model, form, modules).values():
         (quantize_experts if stacked_weights(module) else quantize_linear)(module, form)
@@ -131,10 +132,10 @@ def show_stacks_to_peft() -> None:
     """Let PEFT, where it is imported, adapt the weights of quantized experts."""
     tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
     if hasattr(tuner, "_inject_parameters"):
-        replace_once(tuner, "_inject_parameters", _listing_stacks)
+        patches.replace(tuner, "_inject_parameters", _listing_stacks)
     wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     if hasattr(wrapper, "_activate_lora"):
-        replace_once(wrapper, "_activate_lora", _adding_factors)
+        patches.replace(wrapper, "_activate_lora", _adding_factors)
 
 
 def _listing_stacks(stock: Callable[..., Any]) -> Callable[..., Any]:

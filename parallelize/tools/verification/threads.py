@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from parallelize.base.errors import HandshakeError, Problem
+from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.state.randomness.dropout.host_draws import host_states, set_host_states
 
@@ -302,11 +303,8 @@ def _hide_gc_objects() -> Iterator[None]:
     github.com/python/cpython issue 59313 (bpo-15108). In this package only the search for optimizers that were built too
     early calls it.
     """
-    stock, gc.get_objects = gc.get_objects, lambda generation=None: []
-    try:
+    with patches.within(gc, "get_objects", lambda generation=None: []):
         yield
-    finally:
-        gc.get_objects = stock
 
 
 class _Run:

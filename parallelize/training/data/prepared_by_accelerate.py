@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.errors import DataError, ModelError, Problem
 from parallelize.base.mesh import SAMPLE_AXES
+from parallelize.base.patches import active as patches
 from parallelize.state.stored_slices import data_rank
 from parallelize.training.data.loader_check import check_loader
 
@@ -34,15 +35,8 @@ def guard_accelerate(module: nn.Module, mesh: DeviceMesh) -> None:
     accelerate = sys.modules.get("accelerate")
     accelerator = getattr(accelerate, "Accelerator", None)
     if accelerator is not None:
-        _wrap(accelerator)
-
-
-@cache
-def _wrap(accelerator: Any) -> None:
-    """Once in a process."""
-    for name, check in _CHECKED.items():
-        if hasattr(accelerator, name):
-            setattr(accelerator, name, check(getattr(accelerator, name)))
+        for name, check in _CHECKED.items():
+            patches.replace(accelerator, name, check)
 
 
 def _preparing_model(stock: Callable[..., Any]) -> Callable[..., Any]:

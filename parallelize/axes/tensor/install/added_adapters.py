@@ -22,6 +22,7 @@ from parallelize.axes.tensor.install.peft_prompts import local_prefixes, readabl
 from parallelize.axes.tensor.install.replaced_layers import plan_later_layers
 from parallelize.axes.tensor.planned_forward import installed
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.patches import active as patches
 from parallelize.plan.adapters import (
     BASE,
     ORIGINAL,
@@ -39,7 +40,6 @@ from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
 from parallelize.state.early_optimizers import rebind_parameters
 from parallelize.state.later_changes import when_changed
-from parallelize.state.later_prompts import replace_once
 from parallelize.state.peft_reads import guard_peft_reads
 from parallelize.state.quantization.quantized_linear import QuantizedLinear
 from parallelize.state.records import (
@@ -276,7 +276,7 @@ def prepare_peft() -> None:
     guard_peft_reads()
     prompts: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
     if prompts is not None:
-        replace_once(prompts, "get_prompt", _of_local_heads)
+        patches.replace(prompts, "get_prompt", _of_local_heads)
 
 
 def _of_local_heads(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,12 @@ from tests.support.threads import run_ranks
 SEED = 5
 
 
+@pytest.fixture(autouse=True)
+def _constructors_of_pytorch():
+    """`from_pretrained` of transformers replaces `torch.linspace` for a while: PyTorch must not remember that as its own."""
+    torch.utils._device._device_constructors.cache_clear()
+
+
 def config_of(family: str, **overrides: Any) -> tuple[Any, Any]:
     """(class, config) of a tiny model."""
     import transformers

@@ -1,0 +1,1 @@
+"""What this package changes in other libraries: every row in `table`, and what is changed now in `active`."""

@@ -25,7 +25,6 @@ from parallelize.axes.tensor.torch_styles.lowering import plan_of_styles
 from parallelize.axes.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.axes.zero.data_options import DataOptions
 from parallelize.axes.zero.replicas import compare_data_ranks
-from parallelize.axes.zero.router_loss import refuse_router_loss
 from parallelize.axes.zero.shard_data import apply_data_axes, data_of
 from parallelize.base.errors import MeshError, ModelError, Problem
 from parallelize.base.mesh import DATA_AXES, MeshSpec
@@ -42,16 +41,12 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stages import Assignment, Costs
-from parallelize.state.early_optimizers import refuse_early_optimizers
-from parallelize.state.offloaded_models import refuse_offloaded
-from parallelize.state.other_wrappers import refuse_wrapped
-from parallelize.state.quantization.other_quantizers import refuse_other_quantizers
+from parallelize.state.guards.guard_table import FINISHED, GIVEN, RESOLVED, Guarded, set_up
 from parallelize.state.randomness.dropout.call_sites import refused_modules
 from parallelize.state.randomness.dropout.install import drops, install_draws, install_dropout, unknown_layouts
 from parallelize.state.randomness.init.initialize import initialize as draw
 from parallelize.state.records import pipeline_cut
 from parallelize.state.storage import Storage
-from parallelize.training.data.prepared_by_accelerate import guard_accelerate
 from parallelize.training.parallelize_module import apply_plan, check_by_trace
 from parallelize.watchdog.watching import name_in_watch
 
@@ -121,6 +116,8 @@ def parallelize_model(
         if complete.expert_ranks > 1 and "tp" not in spec.names:  # experts have rules of the plan, which are over tp
             spec = MeshSpec([*spec.axes, ("tp", 1)])
         _check(module, spec, complete, initialize)
+        set_up(GIVEN, Guarded(module))
+        set_up(RESOLVED, Guarded(module, mesh))
         resolved = resolve(chosen, describe(module), spec, complete, costs=costs, assignment=assignment)
         agreed |= resolved.structure()
         check_by_trace(module, resolved, trace)  # before stages are cut
@@ -143,7 +140,7 @@ def parallelize_model(
     mark_stages(module)
     clock = (install_dropout if drops(module) else install_draws)(module, mesh=mesh, seed=dropout_seed)
 
-    guard_accelerate(module, mesh)
+    set_up(FINISHED, Guarded(module, mesh))
     data = data_of(module)
     pipeline = Pipeline(
         module,
@@ -237,12 +234,6 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
         check_uncut(module)
     if (drops(module) or spec.ranks("tp", "cp") > 1) and (refused := refused_modules(module)):
         raise ModelError(*refused)
-    refuse_wrapped(module)
-    refuse_other_quantizers(module)
-    refuse_offloaded(module)
-    refuse_early_optimizers(module)
-    if any(spec.ranks(axis) > 1 for axis in ("pp", *DATA_AXES)):
-        refuse_router_loss(module)
 
 
 def _fill(module: nn.Module, mesh: DeviceMesh, device: Any, initialize: Any) -> None:

@@ -24,17 +24,16 @@ from parallelize.axes.tensor.install.later_resizing import serve_resizing
 from parallelize.axes.tensor.install.module_checks import problems_of_modules
 from parallelize.axes.tensor.install.peft_prompts import unserved_prefixes
 from parallelize.axes.tensor.overlap_sites import PlannedCallSite, asks_for_symmetric_memory, check_call_sites
+from parallelize.axes.tensor.torch_styles import tensor_guards as _tensor_guards  # noqa: F401 - its rows
 from parallelize.axes.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.axes.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
-from parallelize.axes.tensor.torch_styles.module_style import ModuleStyle
-from parallelize.axes.tensor.torch_styles.shard_misuse import misused_shards, refuse_training_of_unclaimed
-from parallelize.axes.tensor.torch_styles.watched_forwards import watch_first_forwards
+from parallelize.axes.tensor.torch_styles.shard_misuse import misused_shards
 from parallelize.axes.vocabulary.generation.transformers_generate import install_generation
-from parallelize.axes.zero.other_optimizers import watch_optimizers
+from parallelize.axes.zero import data_guards as _data_guards  # noqa: F401 - its rows
 from parallelize.axes.zero.replicas import compare_weights
 from parallelize.axes.zero.router_loss import share_router_loss
 from parallelize.base.errors import MeshError, ModelError, PlanError, Problem
-from parallelize.base.mesh import DATA_AXES, MeshSpec
+from parallelize.base.mesh import MeshSpec
 from parallelize.base.patches.active import refuse_other_copy
 from parallelize.base.providers import provider
 from parallelize.base.torch_private import torch_tensors as private
@@ -51,23 +50,25 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.state.compiled_graphs import serve_compilers
 from parallelize.state.data_assignments import follow_data_assignments
-from parallelize.state.early_optimizers import refuse_early_optimizers
-from parallelize.state.gradient_guard import NOT_REDUCED, guard_gradients
-from parallelize.state.gradient_inputs import refuse_gradient_inputs
+from parallelize.state.guards.guard_table import (
+    GIVEN,
+    LEFT_UNREDUCED,
+    PLANNED,
+    RESOLVED,
+    STEPPED,
+    STYLED,
+    Guarded,
+    set_up,
+)
 from parallelize.state.loop.stock_clip import serve_several_meshes
 from parallelize.state.many_objects import gc_paused
 from parallelize.state.meta_buffers import guard_buffers
 from parallelize.state.module_moves import guard_moves
-from parallelize.state.offloaded_models import refuse_offloaded
-from parallelize.state.other_wrappers import refuse_wrapped, refuse_wrappers
-from parallelize.state.partial_values import guard_partial_values
 from parallelize.state.pending_reductions import PendingReductions
-from parallelize.state.quantization.other_quantizers import refuse_other_quantizers
 from parallelize.state.randomness.dropout.install import install_draws
-from parallelize.state.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
+from parallelize.state.randomness.dropout.not_installed import require_installed_dropout
 from parallelize.state.records import (
     PlanRecord,
-    applied,
     axis_of_layout,
     facts_of,
     mark_applied,
@@ -78,12 +79,10 @@ from parallelize.state.records import (
 )
 from parallelize.state.sharding import Sharder
 from parallelize.state.state_dict import install_state_hooks
-from parallelize.state.stock_methods import guard_stock_methods
 from parallelize.state.storage import Storage
 from parallelize.state.transaction import Transaction
-from parallelize.state.user_initializers import guard_initializers
 from parallelize.state.written_versions import count_optimizer_writes
-from parallelize.training.data.prepared_by_accelerate import guard_accelerate
+from parallelize.training import loop_guards as _loop_guards  # noqa: F401 - its rows
 from parallelize.watchdog.watching import name_in_watch
 
 PlanLike = Plan | str | os.PathLike | Mapping[str, Any] | Any
@@ -164,8 +163,8 @@ def parallelize_module(
 
     storage = Storage(src_data_rank, weights_dtype, device, check_replicated)
     apply_plan(module, mesh, decide, storage, handshake_timeout_s, trace=trace)
-    if mesh_spec(mesh).ranks(*DATA_AXES) > 1 and not own_reduction and applied(module).data is None:
-        guard_gradients(module, mesh, NOT_REDUCED)
+    if not own_reduction:
+        set_up(LEFT_UNREDUCED, Guarded(module, mesh))
     record = record_of(module)
     if (record is not None and record.group.size > 1) or on_context(mesh_spec(mesh)):
         require_installed_dropout(module)
@@ -198,14 +197,11 @@ def apply_plan(
         mark_applied(module)  # from here on it holds what is changed in other libraries
         if agreed.resolved.plan.kept:
             _apply_kept(module, mesh, agreed.resolved, storage)
-            refuse_training_of_unclaimed(agreed.plan, agreed.model)
-            watch_first_forwards(agreed.plan, agreed.model)
-            guard_initializers(module)
-            guard_stock_methods(module)
+            set_up(STYLED, Guarded(module, mesh, plan=agreed.plan, facts=agreed.model))
         elif not _matched_nothing(agreed.resolved):
             _apply(module, mesh, agreed, storage)
         apply_context(module, mesh, lambda: agreed.resolved)
-    watch_optimizers()
+    set_up(STEPPED, Guarded(module, mesh))
     serve_several_meshes()
     return module
 
@@ -239,7 +235,7 @@ def _agree_on_plan(
         facts |= storage.facts()
         refuse_other_copy()
         require_module(module)
-        refuse_other_quantizers(module)
+        set_up(GIVEN, Guarded(module))
         resolved = decide()
         facts |= resolved.structure()
         if not resolved.plan.kept and not _matched_nothing(resolved):
@@ -252,11 +248,8 @@ def _agree_on_plan(
         local_model = part_of(module, resolved.facts)
         local_plan = resolved.restricted(local_model)
         _check_modules(local_plan, local_model, [*unserved_prefixes(resolved, resolved.facts)])
-        refuse_wrapped(module)
-        refuse_offloaded(module)
-        if resolved.tp_size > 1:
-            refuse_early_dropout(module)
-        refuse_early_optimizers(module, _replaced(module, local_plan))
+        replaced = set(_replaced(module, local_plan))
+        set_up(RESOLVED, Guarded(module, plan=local_plan, facts=local_model, replaced=replaced))
         check_by_trace(module, resolved, trace)
         overlapped = check_call_sites(local_plan, local_model, Group(tp.get_group()), torch.device(mesh.device_type))
     return _Agreed(resolved, local_model, local_plan, overlapped)
@@ -353,8 +346,6 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     experts = Group(folded.get_group("ep")) if folded is not None else None
     installer = Installer(tp, group, agreed.model, plan, pending_reductions, agreed.overlapped, inputs, experts)
     installer.run()
-    refuse_training_of_unclaimed(plan, agreed.model)
-    watch_first_forwards(plan, agreed.model)
     record = PlanRecord(
         plan,
         mesh,
@@ -367,26 +358,26 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
         folded=folded,
     )
     mark_applied(module, plan=record, resolved=agreed.resolved)
+    _serve(module)
+    set_up(PLANNED, Guarded(module, mesh, folded, plan, agreed.model))
+    if storage.device is not None:
+        _move_buffers(module, storage.device)
+    if inputs is not None:
+        inputs.install(module)
+
+
+def _serve(module: nn.Module) -> None:
+    """What stock code does with a model, for a planned one: state dicts, generation, moves, later adapters, and so on."""
     install_state_hooks(module)
     install_generation(module)
     guard_buffers(module)
     guard_moves(module)
-    guard_initializers(module)
-    guard_stock_methods(module)
     count_optimizer_writes()
     follow_data_assignments()
     serve_compilers(module)
     plan_later_adapters(module)
     serve_resizing(module)
-    guard_partial_values(mesh, *([folded] if folded is not None else []))
-    refuse_gradient_inputs()
-    refuse_wrappers(module)
-    guard_accelerate(module, record.mesh)
     share_router_loss(module)
-    if storage.device is not None:
-        _move_buffers(module, storage.device)
-    if inputs is not None:
-        inputs.install(module)
 
 
 def _apply_kept(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, storage: Storage) -> None:
@@ -394,8 +385,6 @@ def _apply_kept(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, sto
     earlier, cut = resolution_of(module), pipeline_cut(module)
     styles = [(item.fqn, item.style) for item in resolved.plan.kept if cut is None or cut.present(item.fqn)]
     apply_styles(module, styles, tp_mesh(mesh), storage.src_data_rank)
-    if any(isinstance(style, ModuleStyle) for _, style in styles):
-        refuse_wrappers(module)
     if record_of(module) is not None and earlier is not None:
         kept = (*earlier.plan.kept, *resolved.plan.kept)
         resolved = replace(earlier, plan=replace(earlier.plan, kept=kept))

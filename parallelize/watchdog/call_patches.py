@@ -97,10 +97,8 @@ def record_calls(log: CallLog) -> Undo:
     """
     foreign = [*_replaced_methods(log), *_replaced_functional(log), _replaced_wait()]
     ends = [patches.begin(owner, name, new) for owner, name, new in foreign]
-    own = [
-        *_replaced_functions(log),
-        (SharedMemory, "is_allowed", False, SharedMemory.is_allowed),
-    ]  # it calls no process group
+    # shared memory calls no process group
+    own = [*_replaced_functions(log), (SharedMemory, "is_allowed", False, SharedMemory.is_allowed)]
     for owner, name, new, _ in own:
         setattr(owner, name, new)
 

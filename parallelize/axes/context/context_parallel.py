@@ -34,8 +34,8 @@ from parallelize.plan.choose import plan_of
 from parallelize.plan.options import Options, wrong_ulysses
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.state.guards.guard_table import ON_CONTEXT, Guarded, set_up
 from parallelize.state.local_config import LocalConfig
-from parallelize.state.other_wrappers import refuse_wrappers
 from parallelize.state.randomness.dropout.install import install_draws
 from parallelize.state.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
 from parallelize.state.records import facts_of, mark_applied, pipeline_cut, record_of, resolution_of
@@ -105,7 +105,7 @@ def apply_context(module: nn.Module, mesh: DeviceMesh, decide: Callable[[], Reso
     with Transaction(module):
         mark_applied(module, resolved=resolved)
         _install(module, Context(mesh, dict(resolved.attention), resolved.options.ulysses), inputs)
-        refuse_wrappers(module)
+        set_up(ON_CONTEXT, Guarded(module, mesh))
     install_generation(module)
     return module
 

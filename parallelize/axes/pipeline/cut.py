@@ -35,8 +35,8 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stage_ranks import ranks_of_stages
 from parallelize.plan.stages import Assignment, Costs
+from parallelize.state.guards.guard_table import CUT, Guarded, set_up
 from parallelize.state.records import Cut, StageMark, mark_applied, mark_parameter, pipeline_cut, record_of
-from parallelize.state.stock_methods import guard_stock_methods
 
 
 def cut_pipeline(
@@ -102,7 +102,7 @@ def cut_to_stages(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -
         if cut.stages.stage_of_unit(unit) not in local_stages:
             _empty(module, unit)
     mark_applied(module, cut=cut, resolved=resolved, stage_adapters=StageAdapters(module))
-    guard_stock_methods(module)
+    set_up(CUT, Guarded(module, mesh))
     serve_prompts()
     share_router_loss(module)
     for parameter in module.parameters():

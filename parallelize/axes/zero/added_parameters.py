@@ -39,7 +39,7 @@ from parallelize.base.patches import active as patches
 from parallelize.comm.groups import Group, axis_group, in_groups
 from parallelize.comm.handshake import compare_facts
 from parallelize.plan.adapters import is_adapter_parameter
-from parallelize.state.gradient_guard import guard_gradients
+from parallelize.state.guards.unreduced_gradients import guard_gradients
 from parallelize.state.later_changes import plan_changes, when_changed
 from parallelize.state.peft_reads import guard_peft_reads
 from parallelize.state.records import applied, record_of, resolution_so_far

@@ -23,13 +23,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.axes.zero import data_guards as _data_guards  # noqa: F401 - its rows
 from parallelize.axes.zero.added_parameters import AddedParameters, add_to_sharded_units
 from parallelize.axes.zero.batchnorm_sync import BatchNormSync
 from parallelize.axes.zero.data_options import DataOptions
 from parallelize.axes.zero.data_ranks import DataRanksOf
 from parallelize.axes.zero.fsdp import FsdpEngine, apply_fsdp
 from parallelize.axes.zero.optimizer_shards import OptimizerShard
-from parallelize.axes.zero.other_optimizers import refuse_steps, watch_optimizers
+from parallelize.axes.zero.other_optimizers import refuse_steps
 from parallelize.axes.zero.reduced_parameters import (
     RefusesCasts,
     cast_parameters,
@@ -53,18 +54,11 @@ from parallelize.plan.models.checked_module import require_module
 from parallelize.plan.resolve import for_model
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.units import zero_units
-from parallelize.state.early_optimizers import refuse_early_optimizers
-from parallelize.state.gradient_guard import guard_gradients
-from parallelize.state.later_prompts import refuse_later_prompts
+from parallelize.state.guards.guard_table import REDUCED, RESOLVED, SHARDED, Guarded, set_up
 from parallelize.state.loop.stock_clip import serve_several_meshes
-from parallelize.state.offloaded_models import refuse_offloaded
-from parallelize.state.other_wrappers import refuse_wrapped, refuse_wrappers
-from parallelize.state.partial_values import guard_partial_values
 from parallelize.state.records import applied, facts_of, mark_applied, record_of, resolution_so_far
 from parallelize.state.sharding import join_tied_slots
 from parallelize.state.step_results import expected
-from parallelize.state.stock_methods import guard_replacing_methods, guard_stock_methods
-from parallelize.state.user_initializers import guard_initializers
 
 STAGES = (0, 1, 2, 3)
 
@@ -148,7 +142,7 @@ def shard_data(
         refuse_other_copy()
         require_module(module)
         _check(module, spec, zero)
-        refuse_early_optimizers(module)
+        set_up(RESOLVED, Guarded(module, mesh))
         earlier = resolution_so_far(module)
         resolved = replace(
             earlier.with_options(zero=zero, defer=defer, dtype=dtype, reduce_dtype=reduce_dtype),
@@ -178,9 +172,7 @@ def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan,
     make_contiguous(module)
     join_tied_slots(module)
     serve_several_meshes()
-    if mesh_spec(mesh).ranks(*DATA_AXES) > 1 or applied(module).gradient_guard is not None:
-        guard_gradients(module, mesh, None)
-        refuse_wrappers(module)
+    set_up(REDUCED, Guarded(module, mesh, plan=resolved))
     if resolved.options.zero == 3:
         _shard_parameters(module, mesh, options, resolved)
     else:
@@ -188,7 +180,6 @@ def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan,
     if mesh_spec(mesh).ranks(*DATA_AXES) > 1:
         count_over_data_ranks(module, mesh)
         share_router_loss(module, mesh)
-        refuse_later_prompts()
     mark_applied(module, resolved=resolved)
     return module
 
@@ -198,10 +189,7 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     if options.dtype is not None and not options.low_precision:  # `fully_shard` is only told a dtype of compute
         cast_parameters(module.modules(), options.dtype)
     engine = apply_fsdp(module, mesh, options, resolved)
-    watch_optimizers()
-    guard_initializers(module)
-    guard_stock_methods(module)
-    guard_partial_values(mesh)
+    set_up(SHARDED, Guarded(module, mesh))
     compute = options.dtype if options.low_precision else None
     shards: list[OptimizerShard] = []
     later = None
@@ -243,7 +231,6 @@ def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     reducer = _reducer(module, mesh, parameters, shards, options, options.reduce_dtype or master_dtype)
     casts = RefusesCasts(shards)
     module.register_forward_pre_hook(casts)
-    guard_replacing_methods(module)
     later = AddedParameters(module, mesh, zero, options, master_dtype, reducer, shards, casts)
     module.register_forward_pre_hook(later)
     record = DataRecord(zero, mesh, reducer, shards, masters, later=later)
@@ -310,8 +297,6 @@ def _check(module: nn.Module, spec: MeshSpec, zero: int) -> None:
     if data_of(module) is not None:
         what = "shard_data was applied to this model before"
         raise ModelError(Problem("data-axes-taken", what, fix="apply it once"))
-    refuse_wrapped(module)
-    refuse_offloaded(module)
     check_batch_parts(dict(module.named_modules()), spec)
 
 

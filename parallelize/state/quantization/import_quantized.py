@@ -9,8 +9,8 @@ from torch import nn
 from parallelize.base.errors import ModelError, Problem
 from parallelize.plan.block_formats import BLOCK, BlockFormat, block_format
 from parallelize.plan.pattern import generic
+from parallelize.state.guards.other_quantizers import foreign_classes
 from parallelize.state.quantization.foreign_weights import ForeignWeight, UnconvertibleError, foreign_weight
-from parallelize.state.quantization.other_quantizers import foreign_classes
 from parallelize.state.quantization.quantize import refuse_planned
 from parallelize.state.quantization.quantized_linear import QuantizedLinear, allocate_codes
 

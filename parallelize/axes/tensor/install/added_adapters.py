@@ -38,7 +38,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ParameterRow
 from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
-from parallelize.state.early_optimizers import rebind_parameters
+from parallelize.state.guards.early_optimizers import rebind_parameters
 from parallelize.state.later_changes import when_changed
 from parallelize.state.peft_reads import guard_peft_reads
 from parallelize.state.quantization.quantized_linear import QuantizedLinear

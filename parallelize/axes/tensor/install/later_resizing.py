@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.axes.tensor.planned_forward import installed
+from parallelize.state.guards.stock_methods import guarded_method
 from parallelize.state.records import KEY, applied, pipeline_cut, record_of
 from parallelize.state.stage_values import unsharded
-from parallelize.state.stock_methods import guarded_method
 
 _NAME = "resize_token_embeddings"
 _ENDS = (("get_input_embeddings", "set_input_embeddings"), ("get_output_embeddings", "set_output_embeddings"))

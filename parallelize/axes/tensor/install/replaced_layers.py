@@ -25,7 +25,7 @@ from parallelize.plan.pattern import alternatives, is_default, matches
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ParameterRow
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
-from parallelize.state.early_optimizers import rebind_parameters
+from parallelize.state.guards.early_optimizers import rebind_parameters
 from parallelize.state.records import (
     PlanRecord,
     applied,

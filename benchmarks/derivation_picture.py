@@ -16,8 +16,7 @@ from parallelize.plan.models.example_inputs import inputs_of
 from parallelize.plan.models.model_source import source_of
 from parallelize.plan.pattern import is_default, matches
 from parallelize.plan.schema import Plan
-from parallelize.tools.analysis.show.canvas import box, legend, line, picture, text_at
-from parallelize.tools.analysis.show.stylesheet import STYLE
+from parallelize.tools.analysis.show.canvas import STYLE, box, legend, line, picture, text_at
 
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "derived_layer.svg"
 MODEL_TYPE, LAYER, TP = "phi3", "model.layers.0.", 2

@@ -37,7 +37,7 @@ from benchmarks.timing import Times, interleaved, join, medians_ms, ratio
 from parallelize import build_mesh, destroy_groups, parallelize_module
 from parallelize.comm.groups import Group
 from parallelize.ops.experts import transfers
-from parallelize.ops.experts.exchange_rows import RowsInFlight, start_exchange
+from parallelize.ops.experts.transfers import RowsInFlight, start_exchange
 
 T = torch.Tensor
 PLAN = {"gate": "sequence", "shared_experts.{gate,up}_proj": "colwise", "shared_experts.down_proj": "rowwise"}

@@ -22,7 +22,7 @@ from benchmarks import svg
 from benchmarks.timing import join
 from parallelize import all_gather_linear, destroy_groups
 from parallelize.comm.groups import Group
-from parallelize.ops.matmul.row_gather import RowGather
+from parallelize.ops.matmul.row_chunks import RowGather
 
 Span = tuple[float, float, str, str]
 

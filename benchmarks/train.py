@@ -38,7 +38,7 @@ from parallelize import (
     parallelize_model,
 )
 from parallelize.axes.pipeline.schedule_chart import draw
-from parallelize.axes.tensor.experts.expert_load import EXPERT, RANK, ExpertLoad
+from parallelize.axes.tensor.experts.routing_load import EXPERT, RANK, ExpertLoad
 from parallelize.ops.matmul.calibrate import peak_flops
 from parallelize.state.stored_slices import data_rank
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from parallelize.axes.tensor.experts.balanced_routing import balanced_routing as balanced_routing
     from parallelize.axes.tensor.experts.expert_bias import ExpertBalance as ExpertBalance
     from parallelize.axes.tensor.experts.expert_bias import balance_experts as balance_experts
-    from parallelize.axes.tensor.experts.recorded_routes import RecordedRoutes as RecordedRoutes
-    from parallelize.axes.tensor.experts.recorded_routes import record_routes as record_routes
+    from parallelize.axes.tensor.experts.replayed_routes import RecordedRoutes as RecordedRoutes
+    from parallelize.axes.tensor.experts.replayed_routes import record_routes as record_routes
     from parallelize.axes.tensor.experts.replayed_routes import replay_routes as replay_routes
     from parallelize.axes.tensor.experts.routing_load import RoutingLoad as RoutingLoad
     from parallelize.axes.tensor.experts.routing_load import routing_load as routing_load
@@ -160,7 +160,7 @@ if TYPE_CHECKING:
     from parallelize.state.report import overlap_report as overlap_report
     from parallelize.state.shard_info import ShardInfo as ShardInfo
     from parallelize.state.shard_info import shard_info as shard_info
-    from parallelize.state.tied_names import tied_names as tied_names
+    from parallelize.state.stored_slices import tied_names as tied_names
     from parallelize.tools.analysis.explain import explain as explain
     from parallelize.tools.analysis.linting import Finding as Finding
     from parallelize.tools.analysis.linting import lint as lint

@@ -10,11 +10,10 @@ from typing import Any
 
 from parallelize.base.errors import MeshError, ModelError, Problem
 from parallelize.base.mesh import MeshSpec
-from parallelize.base.terminal.console import shows_progress
-from parallelize.base.terminal.quiet import quiet_libraries
+from parallelize.base.terminal.console import quiet_libraries, shows_progress
 from parallelize.plan.models.model_source import parse_overrides
 from parallelize.tools.derivation.derive import Derived, derive_plan
-from parallelize.tools.derivation.layer_text import layer_page, layer_text
+from parallelize.tools.derivation.plan_text import layer_page, layer_text
 
 
 def derived(options: argparse.Namespace) -> Derived:

@@ -11,11 +11,9 @@ from typing import Any
 from parallelize.base.errors import LaunchError, Problem
 from parallelize.base.terminal.console import FINE, REQUEUE, say
 from parallelize.launch.config.run_checks import Check
-from parallelize.launch.config.run_config import RunConfig
+from parallelize.launch.config.run_config import FILE, RunConfig
 from parallelize.launch.config.run_config_file import read_run_config
-from parallelize.launch.config.run_schema import FILE
-from parallelize.launch.emit.job import job_of
-from parallelize.launch.emit.launch_files import EMITTERS
+from parallelize.launch.emit.launch_files import EMITTERS, job_of
 from parallelize.launch.environment.launcher import SUPERVISOR, Launcher, find_launcher
 from parallelize.launch.start.early_signals import EarlySignals
 from parallelize.launch.start.end_with_parent import end_with_parent

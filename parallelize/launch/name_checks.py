@@ -21,7 +21,7 @@ from parallelize.base.errors import LaunchError, ParallelizeError
 from parallelize.base.layout import local_units
 from parallelize.launch.config.run_checks import Check, Mistake, mistakes_of, problems_of
 from parallelize.launch.config.run_config import RunConfig
-from parallelize.launch.loop.named_objects import object_of
+from parallelize.launch.loop.memory_report import object_of
 from parallelize.launch.loop.run_optimizer import optimizer_class
 from parallelize.launch.loop.token_files import encoder_of
 from parallelize.launch.preflight.base_model import adapters_of

@@ -39,20 +39,17 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
 from parallelize.comm.groups import destroy_groups
 from parallelize.comm.meshes import build_mesh
-from parallelize.comm.printed_errors import write_error_file
+from parallelize.comm.uncaught_errors import write_error_file
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.environment.head_node import resolve_head
-from parallelize.launch.environment.launcher import Launcher
-from parallelize.launch.environment.torch_variables import set_torch_variables
+from parallelize.launch.environment.launcher import Launcher, set_torch_variables
 from parallelize.launch.loop.build_run import RunEnvironment, build_run, note_peaks, report_folder
 from parallelize.launch.loop.memory_report import is_out_of_memory, write_memory_report
 from parallelize.launch.name_checks import check_names
 from parallelize.launch.preflight.mesh_choice import ChosenMesh, choose_mesh
 from parallelize.launch.preflight.placement import placement_warnings
 from parallelize.launch.preflight.prediction import Summary, machine_of, predict, subject_of
-from parallelize.launch.preflight.rank_facts import facts_of_rank
-from parallelize.launch.preflight.rank_store import rank_store
-from parallelize.launch.preflight.roll_call import LIMIT_S, Facts, remarks, roll_call
+from parallelize.launch.preflight.roll_call import LIMIT_S, Facts, facts_of_rank, rank_store, remarks, roll_call
 from parallelize.launch.preflight.timed_links import timed_links
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
 from parallelize.watchdog.watching import watch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from parallelize.base.errors import ModelError, Problem
 
@@ -61,3 +62,20 @@ def block_format(text: object) -> BlockFormat:
         fix = f"{' or '.join(_WORDS)}, with blocks of {BLOCK} elements; or another power of two: nf4(block=32)"
         raise ModelError(Problem("unknown-format", what, fix=fix))
     return BlockFormat(word, block)
+
+
+# -- transposed linear -----------------------------------------------------------------------------------------------
+# Which modules are the Conv1D of `transformers`: a linear whose weight is [in, out], as GPT-2 stores it. Torch-free.
+
+
+_OF_TORCH = frozenset({"Linear", "_ConvNd"})
+
+
+def is_conv1d(module: Any) -> bool:
+    """Whether a module is a Conv1D, of `transformers`, of a copy of it, or of a subclass.
+
+    The class is asked: any module may have an attribute `nf`. A class of that name that is PyTorch's linear or convolution stores its weight
+    as those do.
+    """
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return "Conv1D" in names and names.isdisjoint(_OF_TORCH) and "nf" in vars(module)

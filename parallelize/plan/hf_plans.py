@@ -16,7 +16,7 @@ from typing import Any
 
 from parallelize.base.errors import PlanError, Problem
 from parallelize.base.files.yaml_nodes import as_scalar
-from parallelize.plan.expert_words import USUAL, words_of_weights
+from parallelize.plan.inner_experts import USUAL, words_of_weights
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import SCHEMA_VERSION, Plan, Rule

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from parallelize.plan.block_formats import is_conv1d
 from parallelize.plan.inner_experts import inner_experts
 from parallelize.plan.styles.style import ModuleFacts
-from parallelize.plan.transposed_linear import is_conv1d
 
 _INTEGER_BYTES = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 

@@ -19,8 +19,7 @@ from typing import NamedTuple
 from parallelize.base.layout import Layout, even_interval
 from parallelize.base.mesh import MeshSpec, folded
 from parallelize.plan.model_facts import ParameterFacts
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import PendingElements
+from parallelize.plan.resolved import PendingElements, ResolvedPlan
 
 
 class Splits(NamedTuple):

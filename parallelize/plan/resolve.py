@@ -14,9 +14,8 @@ from functools import partial
 
 from parallelize.base.errors import PlanError, Problem
 from parallelize.base.mesh import MeshSpec
-from parallelize.plan.adapters import for_adapters, peft_prefix, refuse_over_axes, renamed
-from parallelize.plan.learned_prompts import PROMPTS
-from parallelize.plan.mixed_rows import check_batch_parts
+from parallelize.plan.adapters import PROMPTS, for_adapters, peft_prefix, refuse_over_axes, renamed
+from parallelize.plan.local_rows import check_batch_parts
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
 from parallelize.plan.parameter_layouts import dotted

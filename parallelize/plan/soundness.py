@@ -15,7 +15,7 @@ from parallelize.base.errors import Problem
 from parallelize.plan.adapters import layer_name
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import generic
-from parallelize.plan.rows import ModuleRow, ParameterRow
+from parallelize.plan.resolved import ModuleRow, ParameterRow
 from parallelize.plan.schema import Plan
 from parallelize.plan.styles.contract import Conversion
 from parallelize.plan.styles.style import ModuleFacts

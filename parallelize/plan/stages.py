@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from parallelize.base.errors import PlanError, Problem, did_you_mean, short_list
-from parallelize.plan.learned_prompts import prompt_encoders, with_prompts
+from parallelize.plan.adapters import prompt_encoders, with_prompts
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import matches
 from parallelize.plan.schema import Cuts, Plan

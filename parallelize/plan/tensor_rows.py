@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from parallelize.base.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
 from parallelize.base.layout import replicated
 from parallelize.plan.adapters import layer_name
-from parallelize.plan.input_shards import with_local_inputs
-from parallelize.plan.local_attributes import local_attributes
+from parallelize.plan.local_rows import local_attributes, with_local_inputs
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts, is_sequential
 from parallelize.plan.parameter_layouts import LayoutMaker
 from parallelize.plan.pattern import alternatives, generic, is_default, matches
-from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow
+from parallelize.plan.resolved import ModuleRow, ParameterRow, RegionRow
 from parallelize.plan.schema import Plan, RegionBounds, Rule
 from parallelize.plan.soundness import check_soundness
 from parallelize.plan.styles.contract import Conversion, Traits, Use

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from parallelize.base.errors import PlanError, Problem, did_you_mean
 from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.rows import ParameterRow
+from parallelize.plan.resolved import ParameterRow
 from parallelize.plan.schema import Plan, Tie
 
 

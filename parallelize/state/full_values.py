@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from parallelize.base.errors import ModelError, Problem
-from parallelize.state.fsdp_shards import reshard_units
+from parallelize.base.torch_private import torch_tensors as private
 from parallelize.state.later_changes import plan_changes
-from parallelize.state.master_weights import master_weights
+from parallelize.state.layout_tensor.layout_dtensor import with_layout
+from parallelize.state.records import applied
 from parallelize.state.stage_values import StageValues, planned_root, stored_like, unsharded
 
 
@@ -104,3 +108,65 @@ def _prepared(module: nn.Module) -> nn.Module:
 def _on_cpu(value: Any) -> Any:
     """In memory of its own, which no step writes to."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+# -- fsdp shards -----------------------------------------------------------------------------------------------------
+# Shards that `fully_shard` makes of tensors that are stored by a layout: of the same class, as are their gradients.
+
+
+def restore_layouts(root: nn.Module, *_: Any) -> None:
+    """After `fully_shard`: let its sharded parameters show the layout of the plan, along tp, to PyTorch. No communication.
+
+    `fully_shard` makes plain DTensors of them. `shard_data(zero=3)` calls this. After a `fully_shard` of the user it is
+    called by the model's next forward, `state_dict()` or `load_state_dict()`.
+    """
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule):
+            private.convert_sharded(unit, _conversion_of)
+
+
+def _conversion_of(owner: nn.Module, key: str) -> Callable[[Any], Any] | None:
+    row = applied(owner).state_rows.get(key)
+    return None if row is None or row.layout.is_canonical else partial(with_layout, layout=row.layout)
+
+
+def reshard_units(module: nn.Module) -> None:
+    """Under `fully_shard`, reshard the parameters that are still gathered after a forward."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def watch_fully_shard(root: nn.Module) -> None:
+    """Call `restore_layouts` before forwards and state dicts of a model that has such parameters."""
+    if any(not row.layout.is_canonical for module in root.modules() for row in applied(module).state_rows.values()):
+        root.register_forward_pre_hook(_Restore())
+        root.register_state_dict_pre_hook(restore_layouts)
+
+
+class _Restore:
+    """A pre-forward hook: looks for units of `fully_shard` when the root's class changes, which is what it does to it."""
+
+    def __init__(self) -> None:
+        self.seen: type | None = None
+
+    def __call__(self, root: nn.Module, _: Any) -> None:
+        if type(root) is not self.seen:
+            self.seen = type(root)
+            restore_layouts(root)
+
+
+# -- master weights --------------------------------------------------------------------------------------------------
+# The wider copies of parameters that an optimizer steps, where a model computes in bfloat16 or float16 (ZeRO 0 to 2).
+
+
+def master_weights(root: nn.Module) -> dict[int, Any]:
+    """id of a parameter -> what an optimizer steps in its place, with what was written to the parameter since its last step.
+
+    root: the model that `shard_data` was given. Empty where an optimizer steps the parameters themselves.
+    """
+    data = applied(root).data
+    shards = [shard for shard in data.shards if shard.has_master] if data is not None else []
+    for shard in shards:
+        shard.follow_edits()
+    return {id(shard.param): shard.stepped for shard in shards}

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 
 class LocalConfig:
@@ -44,3 +49,25 @@ def set_local(module: Any, values: dict[str, Any]) -> None:
     for attribute, value in values.items():
         if not attribute.startswith("config."):
             setattr(module, attribute, value)
+
+
+# -- stock class -----------------------------------------------------------------------------------------------------
+# The class that a module had before `fully_shard` gave it one of its own.
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """A module's class, or, after `fully_shard`, the class that it had before."""
+    return next(c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))
+
+
+@contextmanager
+def stock_classes(module: nn.Module) -> Iterator[None]:
+    """Inside, every module has its stock class: libraries look up what they know by the name of a class."""
+    changed = [(inner, type(inner)) for inner in module.modules() if isinstance(inner, FSDPModule)]
+    for inner, _ in changed:
+        inner.__class__ = class_of(inner)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for inner, cls in changed:
+            inner.__class__ = cls

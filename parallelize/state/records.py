@@ -19,11 +19,10 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.base.mesh import MeshSpec
 from parallelize.base.patches import active as patches
 from parallelize.comm.groups import Group, in_groups
-from parallelize.comm.input_check import InputCheck
+from parallelize.comm.handshake import InputCheck
 from parallelize.plan.model_facts import ModelFacts, describe
 from parallelize.plan.resolve import resolve
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ParameterRow
+from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.plan.stages import Stages
 from parallelize.state.pending_reductions import PendingReductions
 from parallelize.state.step_results import (

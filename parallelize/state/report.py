@@ -10,8 +10,7 @@ from torch import nn
 
 from parallelize.base.layout import Layout
 from parallelize.plan.pattern import generic
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ParameterRow
+from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
 from parallelize.state.records import (
     Cut,

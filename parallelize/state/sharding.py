@@ -8,6 +8,7 @@ the state dict return the original order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from parallelize.base.layout import Layout
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ParameterRow
+from parallelize.plan.options import STANDARD
+from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.state.layout_tensor.layout_dtensor import with_layout, wrap_like
-from parallelize.state.layout_tensor.stored_order import store, store_like
+from parallelize.state.layout_tensor.layout_shard import store, store_like
 from parallelize.state.records import PlanRecord, Shared, applied, mark_parameter
 from parallelize.state.step_results import ParameterSlot
 
@@ -136,3 +137,36 @@ def rows_by_name(record: PlanRecord) -> dict[str, ParameterRow]:
     """Every name of every parameter -> its row of the resolved plan."""
     rows = (row for row in record.resolved.parameters.values() if not row.plain)
     return {name: row for row in rows for name in row.fact.names}
+
+
+# -- storage ---------------------------------------------------------------------------------------------------------
+# How parameters are stored, as the caller of `parallelize_module` says.
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How parameters are stored; see `parallelize_module`."""
+
+    src_data_rank: int | None = 0
+    weights_dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+    check_replicated: bool | None = None
+    compare_every: int = STANDARD.compare_every
+
+    @property
+    def compares(self) -> bool:
+        """Whether parameters that become replicated DTensors are compared; by default, where they are not broadcast."""
+        return self.src_data_rank is None if self.check_replicated is None else self.check_replicated
+
+    @property
+    def compare_inputs_every(self) -> int:
+        """Forwards between comparisons of the inputs; 0: none."""
+        return {True: 1, None: self.compare_every, False: 0}[self.check_replicated]
+
+    def facts(self) -> dict[str, str]:
+        """What every rank must have been given alike."""
+        return {
+            "option weights_dtype": str(self.weights_dtype),
+            "option src_data_rank": str(self.src_data_rank),
+            "option check_replicated": str(self.check_replicated),
+        }

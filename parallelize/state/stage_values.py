@@ -18,7 +18,7 @@ from parallelize.base.layout import chunked, replicated
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.state.layout_tensor.layout_dtensor import layout_of, wrap_like
-from parallelize.state.layout_tensor.stored_order import layout_group, unshard
+from parallelize.state.layout_tensor.layout_shard import layout_group, unshard
 from parallelize.state.records import Cut, applied, mark_of, pipeline_cut
 
 

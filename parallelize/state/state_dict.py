@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallelize.base.errors import Problem, ShapeError
-from parallelize.plan.rows import ParameterRow
-from parallelize.state.fsdp_shards import watch_fully_shard
+from parallelize.plan.resolved import ParameterRow
+from parallelize.state.full_values import watch_fully_shard
 from parallelize.state.layout_tensor.layout_dtensor import layout_of
 from parallelize.state.records import applied, mark_applied, require_record
 from parallelize.state.sharding import reshard_like, rows_by_name

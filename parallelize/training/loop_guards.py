@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallelize.state.guards.guard_table import FINISHED, PLANNED, Guard, Guarded, add_guards
-from parallelize.training.data.prepared_by_accelerate import guard_accelerate
+from parallelize.training.data.loader_check import guard_accelerate
 
 
 def _guard(model: Guarded) -> None:

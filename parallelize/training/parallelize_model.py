@@ -22,8 +22,8 @@ from parallelize.axes.pipeline.ties import mark_stages, tie_parameters
 from parallelize.axes.recomputation.recompute import apply_recompute
 from parallelize.axes.tensor.torch_styles.dicts import is_styles
 from parallelize.axes.tensor.torch_styles.lowering import plan_of_styles
-from parallelize.axes.vocabulary.loss.fuse_loss import fuse_heads
-from parallelize.axes.zero.data_options import DataOptions
+from parallelize.axes.vocabulary.loss.losses import fuse_heads
+from parallelize.axes.zero.data_ranks import DataOptions
 from parallelize.axes.zero.replicas import compare_data_ranks
 from parallelize.axes.zero.shard_data import apply_data_axes, data_of
 from parallelize.base.errors import MeshError, ModelError, Problem
@@ -46,7 +46,7 @@ from parallelize.state.randomness.dropout.call_sites import refused_modules
 from parallelize.state.randomness.dropout.install import drops, install_draws, install_dropout, unknown_layouts
 from parallelize.state.randomness.init.initialize import initialize as draw
 from parallelize.state.records import pipeline_cut
-from parallelize.state.storage import Storage
+from parallelize.state.sharding import Storage
 from parallelize.training.parallelize_module import apply_plan, check_by_trace
 from parallelize.watchdog.watching import name_in_watch
 

@@ -38,8 +38,7 @@ from parallelize.base.patches.active import refuse_other_copy
 from parallelize.base.providers import provider
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
-from parallelize.comm.handshake import TIMEOUT_S, agree_on
-from parallelize.comm.input_check import InputCheck
+from parallelize.comm.handshake import TIMEOUT_S, InputCheck, agree_on
 from parallelize.comm.meshes import fold_mesh, mesh_spec, tp_mesh
 from parallelize.ops.matmul import symmetric_memory
 from parallelize.plan.model_facts import ModelFacts
@@ -49,7 +48,6 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.state.compiled_graphs import serve_compilers
-from parallelize.state.data_assignments import follow_data_assignments
 from parallelize.state.guards.guard_table import (
     GIVEN,
     LEFT_UNREDUCED,
@@ -60,13 +58,10 @@ from parallelize.state.guards.guard_table import (
     Guarded,
     set_up,
 )
-from parallelize.state.loop.stock_clip import serve_several_meshes
-from parallelize.state.many_objects import gc_paused
-from parallelize.state.meta_buffers import guard_buffers
-from parallelize.state.module_moves import guard_moves
+from parallelize.state.loop.clip import serve_several_meshes
+from parallelize.state.meta_buffers import guard_buffers, guard_moves
 from parallelize.state.pending_reductions import PendingReductions
-from parallelize.state.randomness.dropout.install import install_draws
-from parallelize.state.randomness.dropout.not_installed import require_installed_dropout
+from parallelize.state.randomness.dropout.install import install_draws, require_installed_dropout
 from parallelize.state.records import (
     PlanRecord,
     axis_of_layout,
@@ -77,11 +72,10 @@ from parallelize.state.records import (
     record_of,
     resolution_of,
 )
-from parallelize.state.sharding import Sharder
+from parallelize.state.sharding import Sharder, Storage
 from parallelize.state.state_dict import install_state_hooks
-from parallelize.state.storage import Storage
-from parallelize.state.transaction import Transaction
-from parallelize.state.written_versions import count_optimizer_writes
+from parallelize.state.transaction import Transaction, gc_paused
+from parallelize.state.written_versions import count_optimizer_writes, follow_data_assignments
 from parallelize.training import loop_guards as _loop_guards  # noqa: F401 - its rows
 from parallelize.watchdog.watching import name_in_watch
 

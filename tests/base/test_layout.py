@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parallelize import Layout, ShapeError, ShardInfo
 from parallelize.base.layout import Chunk, chunked, packed, replicated, tiled
-from parallelize.state.layout_tensor.stored_order import store
+from parallelize.state.layout_tensor.layout_shard import store
 
 
 def test_a_tensor_over_ranks_0_and_3():

@@ -17,7 +17,7 @@ from parallelize import (
     parallelize_module,
     token_log_probs,
 )
-from parallelize.comm import input_check
+from parallelize.comm import handshake as input_check
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
 

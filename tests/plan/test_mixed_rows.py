@@ -7,7 +7,7 @@ from torch import nn
 
 from parallelize import ModelError, build_mesh, shard_data
 from parallelize.base.mesh import MeshSpec
-from parallelize.plan.mixed_rows import MIXING
+from parallelize.plan.local_rows import MIXING
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve

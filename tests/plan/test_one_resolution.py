@@ -18,7 +18,7 @@ from parallelize.plan import resolve as decisions
 from parallelize.plan.models.model_source import ModelSource
 from parallelize.plan.schema import Tie
 from parallelize.state.records import applied, pipeline_cut, record_of
-from parallelize.tools.analysis.record.fake_world import fake_mesh
+from parallelize.tools.analysis.record.shapes import fake_mesh
 from tests.support.models import tiny_model
 
 

@@ -27,7 +27,7 @@ from parallelize.plan.plan_file import parse_plan
 from parallelize.state.records import record_of
 from parallelize.tools.analysis.cost.machine import load_machine
 from parallelize.tools.analysis.fit import fit
-from parallelize.tools.analysis.record.fake_world import fake_mesh
+from parallelize.tools.analysis.record.shapes import fake_mesh
 from parallelize.tools.analysis.subject import Subject
 from parallelize.tools.verification import commands, precision
 from parallelize.tools.verification.configuration import Request, checked

@@ -12,9 +12,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from parallelize import build_mesh, derive_plan, full_gradients, parallelize_module, quantize
+from parallelize.plan.block_formats import is_conv1d
 from parallelize.plan.model_facts import describe
 from parallelize.plan.plan_file import parse_plan
-from parallelize.plan.transposed_linear import is_conv1d
 from tests.support.threads import run_ranks
 
 

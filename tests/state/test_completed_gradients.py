@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from parallelize.state.completed_gradients import GradientCollector
+from parallelize.state.pending_reductions import GradientCollector
 
 
 class Receiver:

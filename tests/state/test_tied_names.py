@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallelize import build_mesh, parallelize_model, parallelize_module, shard_info, tied_names
-from parallelize.state.tied_names import _joined
+from parallelize.state.stored_slices import _joined
 from parallelize.tools.verification.threads import run_ranks
 from tests.support.models import tiny_model
 
@@ -69,7 +69,7 @@ def test_a_tie_of_the_plan_adds_to_a_parameter_that_modules_share(monkeypatch, m
         "pipeline_cut" if is_cut else "record_of": SimpleNamespace(resolved=resolved),
     }
     for name, value in found.items():
-        monkeypatch.setattr(f"parallelize.state.tied_names.{name}", lambda module, value=value: value)
+        monkeypatch.setattr(f"parallelize.state.stored_slices.{name}", lambda module, value=value: value)
     assert tied_names(model) == (("a.weight", "b.weight", "c.weight"),)
 
 

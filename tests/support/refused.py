@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize import MeshSpec, ParallelizeError
 from parallelize.base.terminal.console import MISTAKE
 from parallelize.cli import main
-from parallelize.tools.analysis.record.fake_world import fake_mesh
+from parallelize.tools.analysis.record.shapes import fake_mesh
 
 WIDTH = 8
 RULES = {"up": "colwise", "down": "rowwise"}

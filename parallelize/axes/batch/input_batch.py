@@ -19,7 +19,7 @@ from torch import nn
 from parallelize.axes.batch.row_inputs import FIRST, TARGETS, RowInputs, first_with_rows, is_array, row_inputs
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.plan.models.cache_arguments import cache_off
+from parallelize.plan.models.signature_inputs import cache_off
 from parallelize.plan.models.wrapped_models import forward_signature
 
 T = torch.Tensor

@@ -36,8 +36,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.state.guards.guard_table import ON_CONTEXT, Guarded, set_up
 from parallelize.state.local_config import LocalConfig
-from parallelize.state.randomness.dropout.install import install_draws
-from parallelize.state.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
+from parallelize.state.randomness.dropout.install import install_draws, refuse_early_dropout, require_installed_dropout
 from parallelize.state.records import facts_of, mark_applied, pipeline_cut, record_of, resolution_of
 from parallelize.state.step_results import expected
 from parallelize.state.transaction import Transaction

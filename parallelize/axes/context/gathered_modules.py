@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from parallelize.axes.context.forward_state import Context, ContextAttention, ForwardSequences
-from parallelize.axes.context.gathered_tokens import gather_tokens
 from parallelize.axes.context.inputs import select_tokens
 from parallelize.axes.context.sequence_shards import SequenceLayout
 from parallelize.axes.tensor.planned_forward import installed, run_inside
 from parallelize.axes.tensor.region import Region
 from parallelize.base.errors import ModelError, Problem
+from parallelize.comm.groups import Group
+from parallelize.ops import collectives as ops
 from parallelize.plan.models.wrapped_models import forward_signature
 
 T = torch.Tensor
@@ -155,3 +156,23 @@ def _with_full_mask(
         bound.arguments[_MASK] = sequences.padding
         return bound.args[1:], bound.kwargs
     return args, kwargs
+
+
+# -- gathered tokens -------------------------------------------------------------------------------------------------
+# All tokens of sequences from the local tokens of each rank of `cp`, in the order of the sequence.
+
+
+def gather_tokens(x: T, group: Group, layout: SequenceLayout, dim: int, gradient: str) -> T:
+    """The tokens of all ranks. x: [.., s, ..], the local tokens in `dim`, which is not negative; returns [.., S, ..].
+
+    Args:
+        gradient: of the result, as in `ops.collectives.gather`: "partial" on each rank, or "replicate".
+
+    Cost: one all-gather of the longest rank's tokens; backward a reduce-scatter of as many, or nothing.
+    """
+    padded = max(layout.num_tokens(rank) for rank in range(layout.size))
+    gathered = ops.gather(ops.pad_to(x, dim, padded), group, dim, padded * layout.size, gradient)
+    runs = layout.gathered_runs(padded)
+    if runs == ((0, padded * layout.size),):
+        return gathered
+    return torch.cat([gathered.narrow(dim, start, stop - start) for start, stop in runs], dim)

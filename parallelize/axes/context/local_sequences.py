@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from parallelize.axes.context.forward_state import Context, context_of
-from parallelize.axes.context.gathered_tokens import gather_tokens
+from parallelize.axes.context.gathered_modules import gather_tokens
 from parallelize.axes.context.inputs import next_tokens, select_tokens
 from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.base.torch_private import torch_tensors as private

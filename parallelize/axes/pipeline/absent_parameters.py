@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from parallelize.base.patches import active as patches
-from parallelize.plan.adapters import BASE
-from parallelize.plan.learned_prompts import prompt_encoders
+from parallelize.plan.adapters import BASE, prompt_encoders
 from parallelize.state.records import Cut, applied, mark_applied
 
 

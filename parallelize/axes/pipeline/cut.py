@@ -26,8 +26,8 @@ from parallelize.base.patches.active import refuse_other_copy
 from parallelize.comm.groups import Group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.comm.meshes import mesh_spec
+from parallelize.plan.adapters import PREFIX_ENCODER
 from parallelize.plan.choose import plan_or_none
-from parallelize.plan.learned_prompts import PREFIX_ENCODER
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import NO_PLAN, resolve

@@ -15,21 +15,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.axes.pipeline import failure
-from parallelize.axes.pipeline.batch_reader import BatchReader
-from parallelize.axes.pipeline.interleave_trial import PairTrial
+from parallelize.axes.pipeline.batch_reader import BatchReader, MicrobatchInputs
 from parallelize.axes.pipeline.interleaved_actions import (
     InterleavedRunner,
+    PairTrial,
     check_overlap_of_microbatches,
     may_overlap_microbatches,
 )
-from parallelize.axes.pipeline.microbatch_inputs import MicrobatchInputs
 from parallelize.axes.pipeline.replica_check import ReplicaCheck
 from parallelize.axes.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.axes.pipeline.stage_adapters import active_adapters, adapted_layers_of
 from parallelize.axes.pipeline.stage_forward import SingleStageRunner, StageRunner
 from parallelize.axes.pipeline.step_check import StepCheck
-from parallelize.axes.pipeline.step_parts import Data
-from parallelize.axes.pipeline.step_runner import StageHeaders, StepRun
+from parallelize.axes.pipeline.step_runner import Data, StageHeaders, StepRun
 from parallelize.axes.pipeline.ties import ties_of
 from parallelize.axes.pipeline.timeline import Timeline, with_messages
 from parallelize.axes.pipeline.transport import Transport

@@ -22,14 +22,14 @@ import torch
 from torch import nn
 
 from parallelize.axes.pipeline.absent_parameters import AbsentParameters
-from parallelize.axes.pipeline.payload import Nested, StageHeader
+from parallelize.axes.pipeline.transport import Nested, StageHeader
 from parallelize.axes.tensor.region import Region
 from parallelize.axes.zero.router_loss import receive_router_sums, router_sums_to_send
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.base.torch_private.torch_dynamo import InterceptedCall
 from parallelize.comm.handshake import digest
-from parallelize.plan.learned_prompts import prompt_encoders
+from parallelize.plan.adapters import prompt_encoders
 from parallelize.state.randomness.dropout.draw_hooks import has_drawn
 from parallelize.state.records import Cut
 

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from parallelize.axes.pipeline.replica_check import ReplicaCheck
+from parallelize.axes.pipeline.replica_check import ReplicaCheck, signed, text_digest, weight_in, weight_of
 from parallelize.axes.pipeline.ties import TieGroup
-from parallelize.axes.pipeline.zero_sum_weights import signed, text_digest, weight_in, weight_of
 from parallelize.base.errors import HandshakeError, PipelineError, Problem, short_list
 from parallelize.base.mesh import DATA_AXES, SAMPLE_AXES, MeshSpec
 from parallelize.base.torch_private import torch_tensors as private

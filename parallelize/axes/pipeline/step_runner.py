@@ -10,20 +10,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from parallelize.axes.pipeline.batch_reader import MicrobatchInputs
 from parallelize.axes.pipeline.failure import Failure
 from parallelize.axes.pipeline.interleaved_actions import InterleavedRunner, Pair
-from parallelize.axes.pipeline.microbatch_inputs import MicrobatchInputs
-from parallelize.axes.pipeline.payload import StageHeader, check_same_form
 from parallelize.axes.pipeline.schedules import Action, Schedule
 from parallelize.axes.pipeline.split_backward import Wgrad, backward_inputs
 from parallelize.axes.pipeline.stage_forward import Outcome
-from parallelize.axes.pipeline.step_parts import Data, Runner
 from parallelize.axes.pipeline.timeline import Receive, Send, Step
-from parallelize.axes.pipeline.transport import Pending, Transport, check_count
+from parallelize.axes.pipeline.transport import Pending, StageHeader, Transport, check_count, check_same_form
 from parallelize.base.errors import PipelineError
 
 T = torch.Tensor
@@ -379,3 +377,35 @@ class StepRun:
         for pending in (*self._arriving.values(), *self._grads.values()):
             if isinstance(pending, Pending):
                 pending.wait()
+
+
+# -- step parts ------------------------------------------------------------------------------------------------------
+# What a step calls: the forward of a stage, and the reduction of gradients over the data axes.
+
+
+class Runner(Protocol):
+    """Runs a stage's forward."""
+
+    def run(
+        self,
+        stage: int,
+        args: tuple,
+        kwargs: dict,
+        content: dict[str, Any],
+        header: StageHeader | None,
+        make_header: bool,
+    ) -> Outcome: ...
+
+
+class Data(Protocol):
+    """What a step calls to reduce gradients over the data axes: an `engine` of `zero`."""
+
+    def hold(self) -> None: ...
+
+    def release(self, stage: int) -> None: ...
+
+    def flush(self, stage: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def reset(self) -> None: ...

@@ -23,8 +23,8 @@ from parallelize.comm.handshake import TIMEOUT_S, compare_facts, digest
 from parallelize.plan.schema import Plan, Tie
 from parallelize.plan.tied_parameters import tied_parameters
 from parallelize.state.layout_tensor.layout_dtensor import wrap_like
+from parallelize.state.loop.clip import serve_stock_clip
 from parallelize.state.loop.grad_scaler import agree_over_stages
-from parallelize.state.loop.stock_clip import serve_stock_clip
 from parallelize.state.records import (
     Cut,
     StageMark,

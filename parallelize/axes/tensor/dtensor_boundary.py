@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from parallelize.axes.tensor.dtensor_handover import gathered_as_dtensor
 from parallelize.axes.tensor.placements import BiasedOutput, convert, convert_output, even_shard, local_input
 from parallelize.axes.tensor.planned_forward import ModuleRuntime
-from parallelize.axes.tensor.shared_conversion import SharedConversion
+from parallelize.axes.tensor.shared_input import SharedConversion
 from parallelize.axes.tensor.watched_dtensor import (
     FULL,
     SHARD,

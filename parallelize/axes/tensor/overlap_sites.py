@@ -19,10 +19,10 @@ from parallelize.ops.matmul import symmetric_memory as symmetric
 from parallelize.ops.matmul.linear_gradients import DeferredGradients
 from parallelize.ops.matmul.overlapped_linear import algorithm_of, decide
 from parallelize.plan.adapters import is_adapted
+from parallelize.plan.block_formats import is_conv1d
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
-from parallelize.plan.transposed_linear import is_conv1d
 from parallelize.state.records import require_record
 from parallelize.state.step_results import expected
 

@@ -16,7 +16,7 @@ from parallelize.state.guards.guard_table import (
     Guarded,
     add_guards,
 )
-from parallelize.state.guards.other_wrappers import refuse_wrappers
+from parallelize.state.guards.other_libraries import refuse_wrappers
 from parallelize.state.guards.unreduced_gradients import NOT_REDUCED, guard_gradients
 from parallelize.state.later_prompts import refuse_later_prompts
 from parallelize.state.records import applied

@@ -5,14 +5,18 @@ Those of experts that are folded over data axes are along `dp_replicate` and `ed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.meshes import mesh_spec
-from parallelize.plan.rows import ParameterRow
+from parallelize.plan.options import Options
+from parallelize.plan.resolved import ParameterRow
 from parallelize.state.records import PlanRecord
 
 
@@ -82,3 +86,74 @@ class DataRanksOf:
     def __call__(self, rows: Sequence[ParameterRow]) -> DataRanks:
         """rows: of the parameter, under any of its names; none: no plan names it."""
         return self.experts if any(row.axis == "ep" for row in rows) else self.dense
+
+
+# -- partition -------------------------------------------------------------------------------------------------------
+# Which gradients are reduced together. Pure arithmetic on sizes, for the reducer and for the analysis that predicts
+# it.
+
+
+BUCKET_BYTES = 25 * 2**20
+"""The default of PyTorch's DistributedDataParallel: large enough for bandwidth, small enough to start early."""
+
+
+class GradientSize(NamedTuple):
+    """One gradient. Only gradients with the same `key` share a bucket. `late`: it is known only when a step ends."""
+
+    key: Any
+    bytes: int
+    late: bool
+
+
+def partition(gradients: Sequence[GradientSize], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
+    """Yield the indices of `gradients` by bucket, in the order in which backward fills them.
+
+    Backward goes from the last gradient to the first; late gradients come at the end. A bucket is closed once it contains
+    `bucket_bytes`.
+    """
+    for late in (False, True):
+        open_buckets: dict[Any, list[int]] = {}
+        sizes: dict[Any, int] = {}
+        for index in reversed(range(len(gradients))):
+            gradient = gradients[index]
+            if gradient.late is not late:
+                continue
+            if sizes.get(gradient.key, 0) >= bucket_bytes:
+                yield open_buckets.pop(gradient.key)
+                sizes[gradient.key] = 0
+            open_buckets.setdefault(gradient.key, []).append(index)
+            sizes[gradient.key] = sizes.get(gradient.key, 0) + gradient.bytes
+        yield from open_buckets.values()
+
+
+# -- data options ----------------------------------------------------------------------------------------------------
+# What `shard_data` needs besides the stage: of the options of a run, those of the data axes, with torch dtypes.
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Arguments of `shard_data`, which describes them."""
+
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    defer: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+    reshard_after_forward: bool = True
+
+    @classmethod
+    def of(cls, options: Options, bucket_bytes: int = BUCKET_BYTES, reshard_after_forward: bool = True) -> DataOptions:
+        """Those of a run. Buckets and resharding are chosen by `shard_data` alone."""
+        names = options.dtype, options.reduce_dtype
+        dtype, reduce_dtype = (None if name is None else getattr(torch, name) for name in names)
+        return cls(dtype, reduce_dtype, options.defer, bucket_bytes, reshard_after_forward)
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether compute is narrower than the values that the optimizer steps."""
+        return self.dtype is not None and self.dtype.itemsize < 4
+
+    @property
+    def mixed_precision(self) -> MixedPrecisionPolicy:
+        """Only narrow dtypes are cast to: parameters are stored in any other."""
+        sum_dtype = self.reduce_dtype or (torch.float32 if self.low_precision else None)
+        return MixedPrecisionPolicy(self.dtype if self.low_precision else None, sum_dtype, cast_forward_inputs=False)

@@ -13,13 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from parallelize.axes.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
-from parallelize.axes.zero.batchnorm_sync import BatchNormSync
+from parallelize.axes.vocabulary.loss.losses import deferred_heads, watch_writes
 from parallelize.axes.zero.collective_order import UnitOrder
-from parallelize.axes.zero.data_options import DataOptions
-from parallelize.axes.zero.data_ranks import DataRanksOf
+from parallelize.axes.zero.data_ranks import DataOptions, DataRanksOf
 from parallelize.axes.zero.parameter_writes import refuse_writes
-from parallelize.axes.zero.reducer import Reducer
+from parallelize.axes.zero.reducer import BatchNormSync, Reducer
 from parallelize.axes.zero.replicas import data_group
 from parallelize.axes.zero.unit_groups import forget_unsharded_gradients, has_run, reduce_outside_backward, unit_groups
 from parallelize.axes.zero.unused_parameters import UnusedParameters
@@ -29,7 +27,7 @@ from parallelize.comm.groups import axis_group
 from parallelize.comm.meshes import mesh_spec
 from parallelize.plan.parameter_shards import expert_zero_dim
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.state.fsdp_shards import restore_layouts
+from parallelize.state.full_values import restore_layouts
 from parallelize.state.records import applied, mark_parameter, pipeline_cut, record_of, require_record
 from parallelize.state.sharding import shared_of_parameters
 

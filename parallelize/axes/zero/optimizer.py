@@ -20,9 +20,9 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.state.later_changes import plan_changes
 from parallelize.state.loop import offloaded_state
+from parallelize.state.loop.clip import serve_stock_clip
 from parallelize.state.loop.grad_scaler import agree_on_overflow
 from parallelize.state.loop.local_optimizer import ELEMENTWISE, local_optimizer
-from parallelize.state.loop.stock_clip import serve_stock_clip
 from parallelize.state.records import mark_of, mark_parameter, mesh_of, pipeline_cut, record_of
 from parallelize.state.stored_slices import named_once
 

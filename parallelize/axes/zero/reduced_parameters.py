@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.axes.zero.data_options import DataOptions
-from parallelize.axes.zero.data_ranks import DataRanks, DataRanksOf
+from parallelize.axes.zero.data_ranks import DataOptions, DataRanks, DataRanksOf
 from parallelize.axes.zero.optimizer_shards import OptimizerShard, split_spec
 from parallelize.axes.zero.reducer import ReducedParameter
 from parallelize.base.errors import ModelError, Problem

@@ -25,9 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.axes.zero import data_guards as _data_guards  # noqa: F401 - its rows
 from parallelize.axes.zero.added_parameters import AddedParameters, add_to_sharded_units
-from parallelize.axes.zero.batchnorm_sync import BatchNormSync
-from parallelize.axes.zero.data_options import DataOptions
-from parallelize.axes.zero.data_ranks import DataRanksOf
+from parallelize.axes.zero.data_ranks import DataOptions, DataRanksOf
 from parallelize.axes.zero.fsdp import FsdpEngine, apply_fsdp
 from parallelize.axes.zero.optimizer_shards import OptimizerShard
 from parallelize.axes.zero.other_optimizers import refuse_steps
@@ -39,7 +37,7 @@ from parallelize.axes.zero.reduced_parameters import (
     reduced_parameters,
     stepped_in_shards,
 )
-from parallelize.axes.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
+from parallelize.axes.zero.reducer import BUCKET_BYTES, BatchNormSync, ReducedParameter, Reducer
 from parallelize.axes.zero.replicas import compare_data_ranks, data_group
 from parallelize.axes.zero.router_loss import share_router_loss
 from parallelize.axes.zero.stock_loss import count_over_data_ranks
@@ -49,13 +47,13 @@ from parallelize.base.patches.active import refuse_other_copy
 from parallelize.comm.handshake import agree_on
 from parallelize.comm.meshes import mesh_spec
 from parallelize.plan.choose import plan_or_none
-from parallelize.plan.mixed_rows import check_batch_parts
+from parallelize.plan.local_rows import check_batch_parts
 from parallelize.plan.models.checked_module import require_module
 from parallelize.plan.resolve import for_model
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.units import zero_units
 from parallelize.state.guards.guard_table import REDUCED, RESOLVED, SHARDED, Guarded, set_up
-from parallelize.state.loop.stock_clip import serve_several_meshes
+from parallelize.state.loop.clip import serve_several_meshes
 from parallelize.state.records import applied, facts_of, mark_applied, record_of, resolution_so_far
 from parallelize.state.sharding import join_tied_slots
 from parallelize.state.step_results import expected

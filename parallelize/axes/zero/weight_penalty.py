@@ -18,7 +18,7 @@ from parallelize.axes.zero.optimizer_shards import OptimizerShard
 from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.state.fsdp_shards import reshard_units
+from parallelize.state.full_values import reshard_units
 from parallelize.state.later_changes import plan_changes
 from parallelize.state.layout_tensor.layout_dtensor import wrap_like
 from parallelize.state.records import applied, pipeline_cut

@@ -7,11 +7,16 @@ for the operations that draw sees each draw of the process, whoever calls it: fu
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 _keys_after: Any = getattr(torch._C, "_dispatch_keyset_full_after", None)
 _LATER = _keys_after(torch._C.DispatchKey.BackendSelect) if _keys_after is not None else None  # since 1.12
@@ -45,3 +50,31 @@ def _kernel(serve: Serve, name: str, stock: Any, keys: Any, *args: Any, **kwargs
     run = partial(stock.redispatch, keys & _LATER)
     result = serve(name, run, args, kwargs)
     return run(*args, **kwargs) if result is NotImplemented else result
+
+
+# -- torch modes -----------------------------------------------------------------------------------------------------
+# Private names of torch for its modes, which intercept the operations of one thread.
+
+
+def modes_of_this_thread() -> Callable[[], Any]:
+    """A context manager for another thread, in which the modes that are active in this one intercept its operations too.
+
+    The modes are not entered a second time, so what they have counted is kept (the stacks of both kinds: since 2.0).
+    """
+    functions, dispatch = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        for mode in functions:
+            _push_mode(mode)
+        for mode in dispatch:
+            _push_dispatch_mode(mode)
+        try:
+            yield
+        finally:
+            for mode in reversed(dispatch):
+                _pop_dispatch_mode(getattr(mode, "_mode_key", None))
+            for _ in functions:
+                _pop_mode()
+
+    return active

@@ -6,7 +6,7 @@ import torch
 from blake3 import blake3
 
 from parallelize.checkpoint.export.local_values import LocalValues, Values
-from parallelize.checkpoint.format.host_memory import bytes_of
+from parallelize.checkpoint.format.device_pieces import bytes_of
 
 T = torch.Tensor
 _BLOCK_BYTES = 64 << 20

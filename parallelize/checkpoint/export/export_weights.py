@@ -25,9 +25,9 @@ from parallelize.checkpoint.export.weight_buckets import (
     bucket_plans,
     selected,
 )
-from parallelize.checkpoint.format.host_memory import torch_dtype
+from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.hub.described_tensors import owned_by_rank, tensors_of_model
-from parallelize.checkpoint.hub.file_shards import HubTensor, parse_size
+from parallelize.checkpoint.hub.folder import HubTensor, parse_size
 from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
 from parallelize.checkpoint.hub.saved_adapters import adapter_state, refuse_unmerged
 from parallelize.checkpoint.hub.tensor_messages import (
@@ -42,8 +42,8 @@ from parallelize.checkpoint.run.local_tensors import model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.meshes import mesh_spec
-from parallelize.state.fsdp_shards import reshard_units
-from parallelize.state.many_objects import gc_paused
+from parallelize.state.full_values import reshard_units
+from parallelize.state.transaction import gc_paused
 
 T = torch.Tensor
 NAMES = ("hf", "model")

@@ -11,9 +11,9 @@ import torch
 
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import full_box, shape_of, volume
+from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.dtypes import SIZES
-from parallelize.checkpoint.format.host_memory import torch_dtype
-from parallelize.checkpoint.hub.file_shards import HubTensor
+from parallelize.checkpoint.hub.folder import HubTensor
 from parallelize.checkpoint.hub.tensor_messages import StridedRegion, TensorMessage, contiguous_region
 
 T = torch.Tensor

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from parallelize.base.errors import CheckpointError, Problem, short_list
 from parallelize.checkpoint.format import folders
+from parallelize.checkpoint.format.folders import check_files, saving_nodes
 from parallelize.checkpoint.format.manifest import NAME, Manifest, read_manifest
-from parallelize.checkpoint.format.saving_nodes import check_files, saving_nodes
 
 Source = str | os.PathLike | Sequence[str | os.PathLike]
 """The folder of a run or of a step; or several, one of each node."""

@@ -15,9 +15,8 @@ from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import Box, contains, runs, shape_of, slices_of, volume
 from parallelize.base.files.digests import BLOCK_BYTES, digest_of, read_digests
 from parallelize.base.files.paths import open_file
-from parallelize.checkpoint.format.device_pieces import DevicePieces
+from parallelize.checkpoint.format.device_pieces import DevicePieces, Scratch, bytes_of, torch_dtype
 from parallelize.checkpoint.format.header import FileInfo, Header, TensorEntry, read_header
-from parallelize.checkpoint.format.host_memory import Scratch, bytes_of, torch_dtype
 
 T = torch.Tensor
 _STEP_BYTES = 8 << 20

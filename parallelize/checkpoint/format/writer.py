@@ -14,8 +14,8 @@ import torch
 
 from parallelize.base.files.digests import BLOCK_BYTES, digest_metadata, digest_of, placeholder_metadata
 from parallelize.checkpoint.format import disk
+from parallelize.checkpoint.format.device_pieces import bytes_of
 from parallelize.checkpoint.format.header import FileInfo, Header, build_header
-from parallelize.checkpoint.format.host_memory import bytes_of
 
 T = torch.Tensor
 _INLINE_BYTES = 1 << 16  # smaller blocks are hashed by the writing thread: a task of the pool costs more

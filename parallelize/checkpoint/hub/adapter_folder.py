@@ -22,7 +22,7 @@ from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.plan.adapters import is_adapter_parameter
-from parallelize.state.fsdp_shards import reshard_units
+from parallelize.state.full_values import reshard_units
 from parallelize.state.records import mesh_of
 
 T = torch.Tensor

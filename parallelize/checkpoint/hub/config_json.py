@@ -9,7 +9,7 @@ from typing import Any
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.paths import read_small
 from parallelize.base.files.strict_json import read_json
-from parallelize.plan.models.config_file import MAX_BYTES
+from parallelize.plan.models.config_limits import MAX_BYTES
 
 
 def read_hub_config(folder: Path) -> dict[str, Any]:

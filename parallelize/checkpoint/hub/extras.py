@@ -12,8 +12,7 @@ from torch import nn
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.paths import copy_file, open_file
 from parallelize.checkpoint.format import disk
-from parallelize.state.local_config import full_config
-from parallelize.state.stock_class import class_of
+from parallelize.state.local_config import class_of, full_config
 
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 _CONFIG, _GENERATION = "config.json", "generation_config.json"

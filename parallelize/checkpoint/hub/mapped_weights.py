@@ -14,7 +14,7 @@ from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import Box
-from parallelize.checkpoint.format.host_memory import Arena, torch_dtype
+from parallelize.checkpoint.format.device_pieces import Arena, torch_dtype
 from parallelize.checkpoint.hub.folder import HubFolder
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
 from parallelize.checkpoint.run.meta_model import move_to_arena, place

@@ -24,7 +24,7 @@ from parallelize.checkpoint.hub.hf_conversions import (
     revert,
 )
 from parallelize.checkpoint.hub.traced import named
-from parallelize.state.stock_class import stock_classes
+from parallelize.state.local_config import stock_classes
 
 _MAX_CANDIDATES = 200
 """Among more names than this, similar names are searched only among those with the same numbers."""

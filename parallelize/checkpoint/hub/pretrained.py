@@ -22,8 +22,8 @@ from parallelize.base.files.boxes import (
     starts,
     volume,
 )
-from parallelize.base.terminal.progress_line import Progress
-from parallelize.checkpoint.format.host_memory import Arena, torch_dtype
+from parallelize.base.terminal.console import Progress
+from parallelize.checkpoint.format.device_pieces import Arena, torch_dtype
 from parallelize.checkpoint.hub.adapted_models import (
     StockNames,
     initialize_adapters,
@@ -46,9 +46,9 @@ from parallelize.checkpoint.run.fill_tensors import allocate_local
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, model_on_mesh, targets
 from parallelize.checkpoint.run.meta_model import MetaModel
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
-from parallelize.state.fsdp_shards import reshard_units
-from parallelize.state.many_objects import gc_paused
+from parallelize.state.full_values import reshard_units
 from parallelize.state.stored_slices import named_once
+from parallelize.state.transaction import gc_paused
 
 T = torch.Tensor
 Rebuild = Mapping[str, Callable[[], T]]

@@ -17,8 +17,7 @@ from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import Part
 from parallelize.checkpoint.hub.adapted_models import stock_name
 from parallelize.checkpoint.hub.names import ModelTensor, Shape, parts_to_save
-from parallelize.plan.adapters import BASE, COPIES, ORIGINAL, TOKENS, is_adapter_parameter, peft_prefix
-from parallelize.plan.learned_prompts import PROMPTS
+from parallelize.plan.adapters import BASE, COPIES, ORIGINAL, PROMPTS, TOKENS, is_adapter_parameter, peft_prefix
 from parallelize.plan.model_facts import describe
 
 _COPY = re.compile(rf"(.*)\.{COPIES}\.([^.]+)(?:\..*)?$")

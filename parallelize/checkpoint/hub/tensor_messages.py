@@ -22,9 +22,9 @@ from parallelize.base.files.boxes import (
     slices_of,
     starts,
 )
-from parallelize.checkpoint.format.host_memory import code_of, torch_dtype
+from parallelize.checkpoint.format.device_pieces import code_of, torch_dtype
 from parallelize.checkpoint.hub.described_tensors import Owned, describe_tensors
-from parallelize.checkpoint.hub.file_shards import HubTensor
+from parallelize.checkpoint.hub.folder import HubTensor
 from parallelize.checkpoint.hub.names import ModelTensor
 from parallelize.checkpoint.hub.pretrained import fqn_of
 from parallelize.checkpoint.hub.saved_adapters import stock_parts_to_save

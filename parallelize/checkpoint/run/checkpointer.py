@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from parallelize.axes.pipeline.ties import ties_of
 from parallelize.base.errors import CheckpointError, Problem
-from parallelize.base.terminal.progress_line import Progress
+from parallelize.base.terminal.console import Progress
+from parallelize.checkpoint.format.folders import KEY as NODES
 from parallelize.checkpoint.format.manifest import Manifest, read_manifest
-from parallelize.checkpoint.format.saving_nodes import KEY as NODES
 from parallelize.checkpoint.run.load import Loading, LoadOptions, load_run
 from parallelize.checkpoint.run.local_tensors import model_on_mesh
 from parallelize.checkpoint.run.metadata import run_metadata
@@ -28,8 +28,7 @@ from parallelize.checkpoint.run.node_files import shared_manifest
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.checkpoint.run.run_contents import Run, run_of
 from parallelize.checkpoint.run.run_folder import RunFolder
-from parallelize.checkpoint.run.save import write_snapshot
-from parallelize.checkpoint.run.save_time import expected_save_s
+from parallelize.checkpoint.run.save import expected_save_s, write_snapshot
 from parallelize.checkpoint.run.snapshot import Snapshot, Staging, take
 from parallelize.checkpoint.run.stop_signals import SIGNALS
 from parallelize.checkpoint.run.stopping import Stopping

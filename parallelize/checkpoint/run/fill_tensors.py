@@ -27,8 +27,8 @@ from parallelize.base.files.boxes import (
     starts,
     volume,
 )
+from parallelize.checkpoint.format.device_pieces import Arena, empty, torch_dtype
 from parallelize.checkpoint.format.header import TensorEntry
-from parallelize.checkpoint.format.host_memory import Arena, empty, torch_dtype
 from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor
 from parallelize.checkpoint.format.reader import Buffers, TensorFile
 from parallelize.state.stored_slices import StoredTensor

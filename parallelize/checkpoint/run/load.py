@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, near, short_list
+from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.dtypes import is_lossy
-from parallelize.checkpoint.format.host_memory import torch_dtype
+from parallelize.checkpoint.format.folders import check_files, saving_nodes
 from parallelize.checkpoint.format.json_decoder import decode
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor, read_manifest
-from parallelize.checkpoint.format.saving_nodes import check_files, saving_nodes
 from parallelize.checkpoint.run import run_state
 from parallelize.checkpoint.run.fill_tensors import (
     Files,
@@ -32,8 +32,8 @@ from parallelize.checkpoint.run.optimizer_restore import RestoredOptimizer, plan
 from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error, ranks_by_value
 from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.scheduler_state import check_scheduler, load_scheduler
-from parallelize.checkpoint.run.transfer import Transfer
-from parallelize.state.fsdp_shards import reshard_units
+from parallelize.checkpoint.run.snapshot import Transfer
+from parallelize.state.full_values import reshard_units
 
 T = torch.Tensor
 

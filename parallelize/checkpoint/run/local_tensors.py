@@ -23,9 +23,9 @@ from parallelize.base.errors import CheckpointError, ModelError, Problem
 from parallelize.base.files.boxes import Box, box_of
 from parallelize.base.layout import even_interval, replicated
 from parallelize.base.mesh import EXPERT_AXES, MeshSpec, folded_coordinates
-from parallelize.checkpoint.format.host_memory import code_of
+from parallelize.checkpoint.format.device_pieces import code_of
 from parallelize.comm.meshes import mesh_spec
-from parallelize.state.master_weights import master_weights
+from parallelize.state.full_values import master_weights
 from parallelize.state.records import mesh_of, pipeline_cut, record_of
 from parallelize.state.stored_slices import StoredSlices, StoredTensor, named_once
 

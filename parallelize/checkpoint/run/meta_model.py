@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.checkpoint.format.host_memory import Arena
+from parallelize.checkpoint.format.device_pieces import Arena
 from parallelize.checkpoint.run.fill_tensors import clear_padding
 from parallelize.checkpoint.run.local_tensors import LocalTensor
 from parallelize.state.meta_buffers import Rebuild, allocate

@@ -18,9 +18,8 @@ from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
 from parallelize.plan.resolve import resolve
-from parallelize.state.local_config import full_config
+from parallelize.state.local_config import class_of, full_config
 from parallelize.state.records import record_of, resolution_of
-from parallelize.state.stock_class import class_of
 
 
 def run_metadata(on_mesh: ModelOnMesh) -> dict[str, Any]:

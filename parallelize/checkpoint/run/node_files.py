@@ -5,8 +5,12 @@ No folder needs to be complete, or to exist: a rank uses what it sees, and every
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +19,15 @@ import torch
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, short_list
 from parallelize.base.files.boxes import full_box, shape_of, slices_of
 from parallelize.base.files.paths import read_small
-from parallelize.checkpoint.format import folders
-from parallelize.checkpoint.format.host_memory import empty, torch_dtype
+from parallelize.checkpoint.format import disk, folders
+from parallelize.checkpoint.format.device_pieces import empty, torch_dtype
+from parallelize.checkpoint.format.folders import check_files
 from parallelize.checkpoint.format.json_decoder import stored_keys
-from parallelize.checkpoint.format.manifest import NAME, Manifest, manifest_from, read_manifest
-from parallelize.checkpoint.format.saving_nodes import check_files
+from parallelize.checkpoint.format.manifest import NAME, Manifest, manifest_from, read_digest, read_manifest
 from parallelize.checkpoint.run.fill_tensors import Files, ReadJob, prepare_jobs
 from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error, ranks_by_value
 from parallelize.checkpoint.run.run_contents import Run
-from parallelize.checkpoint.run.transfer import Transfer
+from parallelize.checkpoint.run.snapshot import Transfer
 
 T = torch.Tensor
 _FIX = (
@@ -175,3 +179,183 @@ def choose_step(folder: str | os.PathLike, step: int | None, sync: RankSync) -> 
 def _packed(present: Sequence[bool]) -> str:
     """Bits as text, for a short message."""
     return f"{sum(1 << number for number, is_here in enumerate(present) if is_here):x}"
+
+
+# -- nodes -----------------------------------------------------------------------------------------------------------
+# Nodes: the ranks that see the same folder. They are found by files that every rank writes, and all ranks look for.
+# Where all ranks share a file system, there is one node. Otherwise each node has a folder of its own, at the same
+# path or not, and the first of its ranks, the leader, does there what only one rank may do.
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a run, as one rank sees them.
+
+    Attributes:
+        ranks: the ranks of each node, as indices in the mesh; in order of their first ranks.
+        hosts: the host name of each node.
+        rank: this rank.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    hosts: tuple[str, ...]
+    rank: int
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return any(ranks[0] == self.rank for ranks in self.ranks)
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one node."""
+        return len(self.ranks) > 1
+
+    def metadata(self) -> list[list[Any]]:
+        """[host, ranks] of each node, for the manifest."""
+        return [[host, list(ranks)] for host, ranks in zip(self.hosts, self.ranks, strict=True)]
+
+    def on_leaders(self, sync: RankSync, work: Callable[[], Any]) -> list[Any]:
+        """Run something on the leaders alone. A collective.
+
+        Returns: what it returned on each rank, as a value of JSON; None of the others.
+        Raises: its error, on every rank.
+        """
+        result, error = None, None
+        if self.is_leader:
+            try:
+                result = work()
+            except Exception as caught:
+                error = as_parallelize_error(caught)
+        return sync.agree(error, result)
+
+
+def one_node(sync: RankSync) -> Nodes:
+    """All ranks as one node."""
+    return Nodes((tuple(range(sync.size)),), ("",), sync.rank)
+
+
+def find_nodes(root: Path, sync: RankSync) -> Nodes:
+    """The nodes of these ranks. A collective; creates the folder on every node.
+
+    Raises: CheckpointError `write-failed`, `folders-differ`.
+    """
+    probe, error = f".shared-{uuid.uuid4().hex}", None
+    try:
+        with disk.reporting_errors(root):
+            folders.make_root(root)
+            disk.write_file(root / probe, b"")
+    except CheckpointError as caught:
+        error = caught
+    try:
+        probes = sync.agree(error, probe)
+        seen = [rank for rank, name in enumerate(probes) if (root / name).is_file()]
+        views = sync.all_gather([seen, socket.gethostname()])  # no rank removes its probe before all have looked
+    finally:
+        with contextlib.suppress(OSError):
+            disk.remove_file(root / probe)
+    ranks = grouped([seen for seen, _ in views], root)
+    return Nodes(ranks, tuple(views[group[0]][1] for group in ranks), sync.rank)
+
+
+def grouped(views: Sequence[Sequence[int]], root: Path) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each node, from the ranks whose files each rank sees.
+
+    Raises: CheckpointError `folders-differ` if ranks do not see each other's files mutually.
+    """
+    odd = [rank for rank, seen in enumerate(views) if rank not in seen or any(views[other] != seen for other in seen)]
+    if odd:
+        what = f"ranks {odd[:12]} see the files of some ranks that do not see theirs"
+        fix = "use file systems that show a new file to all their ranks at once, and one run at a time in a folder"
+        raise CheckpointError(Problem("folders-differ", what, str(root), fix=fix))
+    return tuple(tuple(seen) for rank, seen in enumerate(views) if seen[0] == rank)
+
+
+def own_error(work: Callable[[], Any]) -> ParallelizeError | None:
+    """Run something. Returns its error, to be agreed on with the other ranks."""
+    try:
+        work()
+    except Exception as caught:
+        return as_parallelize_error(caught)
+    return None
+
+
+# -- publish on nodes ------------------------------------------------------------------------------------------------
+# Publishing a checkpoint on several nodes, none of which sees another's folder: on all of them, or on none. 1 every
+# leader writes the manifest, and flushes folder and root: the checkpoint is complete on every node 2 every leader
+# renames its folder 3 every leader flushes its root, and writes `latest` No leader begins a phase before all have
+# ended the one before. If one fails, the renames are taken back first, and only then are the folders removed. So as
+# long as any node has published the step, all nodes have it complete, under one name or the other, and
+# `complete_interrupted` publishes it where a crash came between the renames. If no node has published it, there is no
+# checkpoint.
+
+
+def publish_on_nodes(root: Path, writing: Path, step: int, manifest: bytes, sync: RankSync, nodes: Nodes) -> None:
+    """Publish what the ranks of all nodes have written. A collective.
+
+    Args:
+        root: the folder of the run, on this node.
+        writing: the folder in it that contains the files.
+        manifest: the manifest of the files of all nodes.
+
+    Raises: CheckpointError `write-failed`, `already-saved`, `rank-lost`, on every rank. Nothing is published then, unless the error
+        says so, or a rank was lost: the next run then completes the checkpoint, or removes it.
+    """
+    try:
+        nodes.on_leaders(sync, lambda: _prepare(root, writing, manifest))
+    except CheckpointError:
+        if nodes.is_leader and not sync.lost:  # otherwise others may have gone on
+            folders.abandon(writing)
+        raise
+    error = own_error(lambda: folders.commit(root, writing, step)) if nodes.is_leader else None
+    try:
+        sync.agree(error)
+    except CheckpointError:
+        if not sync.lost:
+            _take_back(root, writing, step, sync, nodes, renamed=error is None)
+        raise
+    nodes.on_leaders(sync, lambda: folders.announce(root, step))
+
+
+def _prepare(root: Path, writing: Path, manifest: bytes) -> None:
+    folders.prepare(writing, manifest)
+    with disk.reporting_errors(root):
+        disk.flush_folder(root)  # the folder's own name must be on the disk before another node renames its folder
+
+
+def _take_back(root: Path, writing: Path, step: int, sync: RankSync, nodes: Nodes, renamed: bool) -> None:
+    """Remove what this save has written, on every node. `renamed`: whether this rank has seen no error of a rename."""
+
+    def retract() -> None:
+        if renamed:
+            folders.retract(root, writing, step)
+
+    nodes.on_leaders(sync, retract)  # if this fails, the folders stay: a node may have published the step
+    if nodes.is_leader:
+        folders.abandon(writing)
+
+
+def complete_interrupted(root: Path, sync: RankSync, nodes: Nodes) -> None:
+    """Publish on this node what a crash has left complete here and published on another node. A collective.
+
+    Raises: CheckpointError `write-failed`, on every rank.
+    """
+    complete: dict[Path, int] = folders.prepared(root) if nodes.is_leader else {}
+    steps = {step for on_rank in sync.all_gather(sorted(set(complete.values()))) for step in on_rank}
+    if not steps:
+        return
+    published = nodes.on_leaders(sync, lambda: _digests(root, steps))
+    agreed = {tuple(row) for on_rank in published for row in on_rank or ()}
+
+    def publish() -> None:
+        for writing, step in complete.items():
+            if (step, read_digest(writing)) in agreed and step not in folders.published(root):
+                folders.commit(root, writing, step)
+                folders.announce(root, step)
+
+    nodes.on_leaders(sync, publish)
+
+
+def _digests(root: Path, steps: set[int]) -> list[list[Any]]:
+    """[step, digest of the manifest] of those of the steps that are published here."""
+    return [[step, read_digest(path)] for step, path in folders.published(root).items() if step in steps]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from parallelize.axes.zero.buckets import as_gradient, to_local
 from parallelize.base.errors import CheckpointError, Problem, did_you_mean, short_list
-from parallelize.checkpoint.format.host_memory import torch_dtype
+from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.json_decoder import decode
 from parallelize.checkpoint.format.manifest import SavedTensor
 from parallelize.checkpoint.run.fill_tensors import Files, ReadJob, allocate_local, jobs_for, read_full

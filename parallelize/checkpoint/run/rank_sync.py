@@ -19,7 +19,7 @@ from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, 
 from parallelize.base.files.strict_json import read_json, write_json
 from parallelize.base.mesh import short_name
 from parallelize.base.torch_private import torch_groups as private_groups
-from parallelize.checkpoint.format.host_memory import bytes_of
+from parallelize.checkpoint.format.device_pieces import bytes_of
 
 TIMEOUT_S = 1800.0
 _SHORT_BYTES = 4096

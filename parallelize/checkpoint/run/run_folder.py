@@ -13,9 +13,7 @@ from typing import Any
 
 from parallelize.base.errors import CheckpointError, Problem, short_list
 from parallelize.checkpoint.format import disk, folders
-from parallelize.checkpoint.run.node_files import choose_step
-from parallelize.checkpoint.run.nodes import Nodes, find_nodes, one_node
-from parallelize.checkpoint.run.publish_on_nodes import complete_interrupted
+from parallelize.checkpoint.run.node_files import Nodes, choose_step, complete_interrupted, find_nodes, one_node
 from parallelize.checkpoint.run.rank_sync import RankSync, problem_from_json, problems_to_json
 
 

@@ -8,20 +8,23 @@ that share no folder get the manifest from the first rank, and publish it togeth
 
 from __future__ import annotations
 
+import os
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
-from parallelize.checkpoint.format import folders
+from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.format.header import FileInfo
 from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor, check_tensors
 from parallelize.checkpoint.format.writer import write_tensors
 from parallelize.checkpoint.run import optimizer_state as optimizers
-from parallelize.checkpoint.run.nodes import Nodes, one_node
-from parallelize.checkpoint.run.publish_on_nodes import publish_on_nodes
+from parallelize.checkpoint.run.node_files import Nodes, one_node, publish_on_nodes
 from parallelize.checkpoint.run.rank_sync import (
     RankSync,
     as_parallelize_error,
@@ -29,6 +32,7 @@ from parallelize.checkpoint.run.rank_sync import (
     problems_to_json,
     ranks_by_value,
 )
+from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.snapshot import Snapshot
 
 
@@ -203,3 +207,53 @@ def _merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 _BY_RANK = ("optimizers", "generators", "streams", "data")
 """Keys of the state of which each rank has a part."""
+
+
+# -- save time -------------------------------------------------------------------------------------------------------
+# How long a save takes, before the first one was measured: bytes of this rank, and how fast its folder takes them.
+
+
+PROBE_BYTES = 4 * 2**20
+_HASH_BYTES_PER_S = 1e9
+"""Of one core: hashing and copying, together."""
+_STATES = 2  # of Adam, by parameter
+
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the local shards of tensors, each storage once."""
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storages[id(local)] = local.numel() * local.element_size()
+    return sum(storages.values())
+
+
+def write_speed(folder: Path) -> float:
+    """Bytes per second of a file that is written and flushed to a folder, which is made if it is missing. Raises: OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".speed-{os.getpid()}"
+    began = time.perf_counter()
+    try:
+        with disk.reporting_errors(path):
+            disk.write_file(path, bytes(PROBE_BYTES))
+    finally:
+        path.unlink(missing_ok=True)
+    return PROBE_BYTES / (time.perf_counter() - began)
+
+
+def state_bytes(run: Run) -> int:
+    """Bytes of the model and its optimizers on this rank, where states that are not made yet count as those of Adam."""
+    total = local_bytes(run.module.parameters())
+    for optimizer in run.optimizers.values():
+        made = local_bytes(
+            value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+        )
+        stepped = local_bytes(parameter for group in optimizer.param_groups for parameter in group["params"])
+        total += made or _STATES * stepped
+    return total
+
+
+def expected_save_s(folder: Path, run: Run) -> float:
+    """Seconds of a save on this rank. Raises: CheckpointError `write-failed`. Cost: a small file."""
+    num_bytes, speed = state_bytes(run), write_speed(folder)
+    return num_bytes / speed + num_bytes / _HASH_BYTES_PER_S

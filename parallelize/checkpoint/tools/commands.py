@@ -15,6 +15,7 @@ from parallelize.base.errors import Problem, short_list
 from parallelize.base.terminal.console import (
     FINE,
     PROBLEM_FOUND,
+    Progress,
     add_json,
     add_quiet,
     as_data,
@@ -23,7 +24,6 @@ from parallelize.base.terminal.console import (
     show,
     shows_progress,
 )
-from parallelize.base.terminal.progress_line import Progress
 
 if TYPE_CHECKING:
     from parallelize.checkpoint.tools.file_check import CheckReport

@@ -20,7 +20,7 @@ from torch import nn
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import Box, Part, full_part, slices_of
 from parallelize.base.mesh import MeshSpec
-from parallelize.checkpoint.format.host_memory import torch_dtype
+from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor
 from parallelize.checkpoint.hub.config_json import read_generation_config
 from parallelize.checkpoint.hub.folder import HubFolder
@@ -29,11 +29,11 @@ from parallelize.checkpoint.hub.pretrained import model_tensors
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.checkpoint.run.metadata import run_metadata
 from parallelize.checkpoint.run.rank_sync import RankSync
-from parallelize.checkpoint.tools.assembly import assembled
 from parallelize.checkpoint.tools.model_class import model_on_meta
 from parallelize.checkpoint.tools.reshape import (
     ByteCallback,
     NewTensor,
+    assembled,
     check_target,
     spec_of,
     target_shardings,

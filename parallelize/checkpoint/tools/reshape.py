@@ -20,17 +20,28 @@ from pathlib import Path
 import torch
 
 from parallelize.base.errors import CheckpointError, MeshError, Problem, ShapeError, did_you_mean
-from parallelize.base.files.boxes import Box, box_of, shape_of, volume
+from parallelize.base.files.boxes import (
+    Box,
+    Part,
+    box_of,
+    intersection,
+    relative_to,
+    shape_of,
+    slices_of,
+    starts,
+    volume,
+)
 from parallelize.base.layout import Chunk, Layout, even_interval, packed, replicated
 from parallelize.base.mesh import AXES, MeshSpec
 from parallelize.checkpoint.format import disk, folders
+from parallelize.checkpoint.format.device_pieces import empty, torch_dtype
 from parallelize.checkpoint.format.dtypes import SIZES
+from parallelize.checkpoint.format.folders import KEY as NODES
 from parallelize.checkpoint.format.gather import GatheredCheckpoint, Source, gather, sources_of
-from parallelize.checkpoint.format.host_memory import empty, torch_dtype
 from parallelize.checkpoint.format.json_decoder import stored_keys
 from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor, check_tensors
-from parallelize.checkpoint.format.saving_nodes import KEY as NODES
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
+from parallelize.checkpoint.hub.part_views import in_source_order
 from parallelize.checkpoint.run.fill_tensors import Files, read_box
 from parallelize.checkpoint.run.local_tensors import SPLIT_BYTES
 from parallelize.plan.stages import split_evenly
@@ -381,3 +392,22 @@ def _writing(root: Path, step: int) -> Iterator[Path]:
         raise
     finally:
         lock.release()
+
+
+# -- assembly --------------------------------------------------------------------------------------------------------
+# A box of a tensor, assembled from the parts of other tensors that its values are read from.
+
+
+ReadBox = Callable[[str, Box, T], None]
+"""(name of a tensor, box, view to fill)"""
+
+
+def assembled(box: Box, dtype: torch.dtype, parts: Sequence[Part], read: ReadBox) -> T:
+    """The values of a box of a tensor, read from the sources of its parts."""
+    out = empty(shape_of(box), dtype)
+    for part in parts:
+        shared = intersection(box, part.target)
+        if shared is not None:
+            view = out[slices_of(relative_to(shared, starts(box)))]
+            read(part.source, part.source_box(shared), in_source_order(view, part))
+    return out

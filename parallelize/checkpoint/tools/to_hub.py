@@ -19,21 +19,20 @@ import torch
 from parallelize.base.errors import CheckpointError, Problem, did_you_mean, short_list
 from parallelize.base.files.boxes import Box, Part, full_box, full_part
 from parallelize.checkpoint.format import disk
+from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.dtypes import CODES, FLOATS, TORCH
 from parallelize.checkpoint.format.gather import Source, gather
-from parallelize.checkpoint.format.host_memory import torch_dtype
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.hub.extras import carried_files, carry_files, write_extras
-from parallelize.checkpoint.hub.file_shards import INDEX, HubTensor, assign_files, index_of, parse_size
+from parallelize.checkpoint.hub.folder import INDEX, HubTensor, assign_files, index_of, parse_size
 from parallelize.checkpoint.hub.names import ModelTensor, parts_to_save
 from parallelize.checkpoint.hub.pretrained import model_tensors
 from parallelize.checkpoint.run.fill_tensors import Files, read_box
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.checkpoint.run.rank_sync import RankSync
-from parallelize.checkpoint.tools.assembly import ReadBox, assembled
 from parallelize.checkpoint.tools.model_class import class_name, model_on_meta
-from parallelize.checkpoint.tools.reshape import ByteCallback, check_target
+from parallelize.checkpoint.tools.reshape import ByteCallback, ReadBox, assembled, check_target
 
 T = torch.Tensor
 

@@ -7,7 +7,7 @@ together and are missing are errors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,3 +244,20 @@ def _expand(part: str, text: str) -> Iterator[str]:
 
 def _wrong(text: str, what: str) -> LaunchError:
     return LaunchError(Problem("bad-host-list", f"{what} in the list of hosts {text[:80]!r}", fix="write node[01-04]"))
+
+
+# -- torch variables -------------------------------------------------------------------------------------------------
+# The variables by which torch.distributed finds its ranks, from what the launcher said. Torch-free.
+
+
+def set_torch_variables(launcher: Launcher, environ: MutableMapping[str, str]) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of a process that is a rank."""
+    values = {
+        "RANK": launcher.rank,
+        "WORLD_SIZE": launcher.world_size,
+        "LOCAL_RANK": launcher.local_rank,
+        "LOCAL_WORLD_SIZE": launcher.local_world_size,
+        "MASTER_ADDR": launcher.head,
+        "MASTER_PORT": launcher.port,
+    }
+    environ.update({name: str(value) for name, value in values.items()})

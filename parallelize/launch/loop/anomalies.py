@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallelize.axes.pipeline.parallel_model import ParallelModel
+from parallelize.base.errors import ParallelizeError
+from parallelize.base.torch_private.torch_tensors import plain_local, tree_leaves
 from parallelize.launch.config.run_config import AnomalySection
 
 GOES_ON = ("ignore", "warn", "")
@@ -70,3 +79,119 @@ class AnomalyWatch:
         """
         self.seen = max(self.seen, int(state["seen"]))
         self._window = deque(state["window"][-self.section.window :])
+
+
+# -- anomaly source --------------------------------------------------------------------------------------------------
+# Which module, on which rank, is the source of a number that is not finite, or has the largest gradient at a spike.
+# The forward is run again on the same batch with a hook on each module. The source is the module whose output is not
+# finite while its inputs are: of all ranks the one that ran first, in the first stage. Where all outputs are finite,
+# it is the first parameter, in order of backward, whose gradient is not.
+
+
+@dataclass(frozen=True, order=True)
+class _Suspect:
+    """A module or parameter. Ordered by when it runs: sure ones first, then by stage, then by number."""
+
+    doubt: int
+    stage: int
+    order: int
+    rank: int
+    name: str
+
+
+def source_of_nonfinite(parallel: ParallelModel, batch: dict[str, Any]) -> str:
+    """One line that names module and rank. A collective; call it before gradients are zeroed."""
+    gradient = _nonfinite_gradient(parallel.module)  # before the forward, which may leave none
+    weight = next(
+        (name for name, parameter in parallel.module.named_parameters() if not _finite(plain_local(parameter))), ""
+    )
+    first = _first_output(parallel, batch)
+    answers = _gathered((first, weight, gradient))
+    suspects = [answer[0] for answer in answers if answer[0] is not None]
+    weights = [f"{name} on rank {rank}" for rank, (_, name, _) in enumerate(answers) if name]
+    if weights:
+        return f"parameters are not finite: {', '.join(weights[:4])}"
+    if suspects:
+        source = min(suspects)
+        return f"the output of {source.name} on rank {source.rank} is the first that is not finite"
+    gradients = [f"{name} on rank {rank}" for rank, (_, _, name) in enumerate(answers) if name]
+    if gradients:
+        return f"outputs are finite in the forward; gradients that are not: {', '.join(gradients[:4])}"
+    return "all outputs and gradients are finite when the forward is run again: a sum over ranks has overflowed, or a device errs"
+
+
+def largest_gradient(parallel: ParallelModel) -> str:
+    """The parameter with the largest local gradient, and its rank. A collective."""
+    largest, name = -1.0, ""
+    for fqn, parameter in parallel.module.named_parameters():
+        if parameter.grad is not None and plain_local(parameter.grad).numel():
+            norm = float(plain_local(parameter.grad).float().norm())
+            if norm > largest:
+                largest, name = norm, fqn
+    answers = _gathered((largest, name))
+    rank = max(range(len(answers)), key=lambda index: answers[index][0])
+    return f"the largest gradient is that of {answers[rank][1]} on rank {rank}, of norm {answers[rank][0]:.4g}"
+
+
+def _nonfinite_gradient(module: nn.Module) -> str:
+    """The last parameter, which backward reaches first, with a gradient that is not finite."""
+    last = ""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and not _finite(plain_local(parameter.grad)):
+            last = name
+    return last
+
+
+def _first_output(parallel: ParallelModel, batch: dict[str, Any]) -> _Suspect | None:
+    """The first module of this rank whose output is not finite while its inputs are."""
+    outputs: list[tuple[str, bool]] = []
+    watched = _watched(parallel.module, lambda name, clean: outputs.append((name, clean)))
+    with watched, suppress(ParallelizeError):  # of the loss that is not finite, which is known
+        parallel.evaluate(**batch)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    names = parallel.mesh.mesh_dim_names or ()
+    stage = parallel.mesh.get_local_rank("pp") if "pp" in names else 0
+    suspects = [_Suspect(0 if clean else 1, stage, order, rank, name) for order, (name, clean) in enumerate(outputs)]
+    return min(suspects, default=None)
+
+
+@contextmanager
+def _watched(module: nn.Module, report: Callable[[str, bool], None]) -> Iterator[None]:
+    """Report each module whose output is not finite, with whether its inputs were; inner modules before outer ones."""
+
+    def hook(name: str) -> Callable[..., None]:
+        def check(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not _all_finite(output):
+                report(name or type(module).__name__, _all_finite((args, kwargs)))
+
+        return check
+
+    handles = [inner.register_forward_hook(hook(name), with_kwargs=True) for name, inner in module.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _all_finite(values: Any) -> bool:
+    """Whether floating-point tensors among nested values are. Masks have infinities on purpose, and count as finite."""
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return all(_finite(plain_local(leaf)) for leaf in leaves if leaf.dim() != 4 or leaf.shape[1] != 1)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """Of a tensor without values: it counts as finite."""
+    return (
+        tensor.is_meta
+        or math.isfinite(float(tensor.detach().float().abs().sum()))
+        or bool(torch.isfinite(tensor).all())
+    )
+
+
+def _gathered(value: Any) -> list[Any]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

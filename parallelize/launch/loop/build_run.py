@@ -18,11 +18,11 @@ from parallelize.base.errors import CheckpointError, DataError, LaunchError, Par
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
 from parallelize.checkpoint.run.stopping import Stopping
-from parallelize.launch.config.key_of_error import naming
 from parallelize.launch.config.resumed_keys import may_differ
 from parallelize.launch.config.run_config import RunConfig
+from parallelize.launch.config.run_config_file import naming
 from parallelize.launch.loop.anomalies import AnomalyWatch
-from parallelize.launch.loop.process_memory import used_bytes
+from parallelize.launch.loop.memory_report import used_bytes
 from parallelize.launch.loop.resumed_run import RECORD, ChangedKey, record_of, refuse_or_tell
 from parallelize.launch.loop.run_data import argument_names, data_of
 from parallelize.launch.loop.run_metrics import RunMetrics

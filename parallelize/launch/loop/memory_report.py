@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import os
+import resource
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from parallelize.base.errors import LaunchError, Problem, did_you_mean
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.launch.loop.process_memory import used_bytes
 from parallelize.launch.preflight.prediction import Summary
 
 _OF_CPU = ("DefaultCPUAllocator", "not enough memory")
@@ -57,3 +62,42 @@ def _largest() -> list[str]:
             counts[(thing.numel() * thing.element_size(), f"{list(thing.shape)} {thing.dtype} on {thing.device}")] += 1
     ordered = sorted(counts.items(), key=lambda item: -item[0][0] * item[1])[:MOST]
     return [f"  {count} x {size / 1e6:,.1f} MB  {text}" for (size, text), count in ordered]
+
+
+# -- named objects ---------------------------------------------------------------------------------------------------
+# Objects that the file of a run names: `package.module:name`, or a class of a package.
+
+
+def object_of(text: str, default_module: str = "") -> Any:
+    """The object of a text such as `my_data:rows`. Without a colon it is one of `default_module`.
+
+    Raises: LaunchError `no-such-object`.
+    """
+    module, colon, name = text.rpartition(":")
+    module = module if colon else default_module
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as under `python -m`
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not (module == error.name or module.startswith(error.name + ".")):
+            raise  # the module exists, and imports one that does not
+        raise LaunchError(
+            Problem("no-such-object", f"no module is called {module!r}", fix="package.module:name")
+        ) from None
+    except AttributeError:
+        names = [known for known in dir(importlib.import_module(module)) if not known.startswith("_")]
+        raise LaunchError(
+            Problem("no-such-object", f"{module} has no {name!r}", fix=did_you_mean(name, names))
+        ) from None
+
+
+# -- process memory --------------------------------------------------------------------------------------------------
+# The highest memory of this process so far: of its GPU, or of the process itself.
+
+
+def used_bytes(device: str) -> float:
+    """Bytes: of tensors on a GPU; else the resident set of the process, with Python and libraries."""
+    if device.startswith("cuda"):
+        return float(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from parallelize.base.errors import DataError, Problem, short_list
 from parallelize.launch.config.run_config import DataSection, RunConfig
 from parallelize.launch.loop import token_files
-from parallelize.launch.loop.named_objects import object_of
+from parallelize.launch.loop.memory_report import object_of
 from parallelize.training.data.collate import collate_rows
 from parallelize.training.data.global_batches import GlobalBatches
 from parallelize.training.data.iterable_batches import IterableBatches

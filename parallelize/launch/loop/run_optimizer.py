@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from parallelize.axes.pipeline.parallel_model import ParallelModel
 from parallelize.base.errors import LaunchError, Problem, short_list
 from parallelize.launch.config.run_config import OptimizerSection, RunConfig, ScheduleSection
-from parallelize.launch.loop.named_objects import object_of
+from parallelize.launch.loop.memory_report import object_of
 
 
 def optimizer_class(section: OptimizerSection) -> type[Optimizer]:

@@ -14,16 +14,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from parallelize.axes.pipeline.parallel_model import ParallelModel
-from parallelize.axes.tensor.experts.expert_load import ExpertLoad
+from parallelize.axes.tensor.experts.routing_load import ExpertLoad
 from parallelize.base.errors import GradientError, Problem
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.stopping import Stopping
-from parallelize.launch.config.key_of_error import naming
 from parallelize.launch.config.run_config import RunConfig
-from parallelize.launch.emit.job import save_time_file
-from parallelize.launch.loop.anomalies import GOES_ON, Anomaly, AnomalyWatch
-from parallelize.launch.loop.anomaly_source import largest_gradient, source_of_nonfinite
-from parallelize.launch.loop.process_memory import used_bytes
+from parallelize.launch.config.run_config_file import naming
+from parallelize.launch.emit.launch_files import save_time_file
+from parallelize.launch.loop.anomalies import GOES_ON, Anomaly, AnomalyWatch, largest_gradient, source_of_nonfinite
+from parallelize.launch.loop.memory_report import used_bytes
 from parallelize.launch.loop.profiled_step import ProfiledStep, compare_ranks, profiled
 from parallelize.launch.loop.resumed_run import differences_of, refuse_or_tell
 from parallelize.launch.loop.run_data import RunData

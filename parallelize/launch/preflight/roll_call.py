@@ -6,16 +6,28 @@ is, and an answer has the names of hosts, not the facts of all ranks, so that it
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
+import os
+import platform
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from parallelize import __version__
 from parallelize.base.errors import LaunchError, Problem, short_list
+from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json, ranks_by_value
-from parallelize.launch.preflight.rank_facts import MUST_AGREE, SHOULD_AGREE, values_by_rank
+from parallelize.launch.config.run_config import RunConfig
+from parallelize.launch.environment.launcher import Launcher
 
 LIMIT_S = 28.0
 """The whole preflight, with what comes after the answer, is to end within 30 s."""
@@ -134,3 +146,108 @@ def remarks(facts: Facts) -> list[str]:
         if len({value for _, value in values}) > 1:
             lines.append(f"{name} differs: " + "; ".join(f"{label} {value}" for label, value in ranks_by_value(values)))
     return lines
+
+
+# -- rank facts ------------------------------------------------------------------------------------------------------
+# What each rank says about itself before the first collective: host, device, versions, hashes of code and
+# configuration.
+
+
+MUST_AGREE = ("torch", "python", "parallelize", "code", "model code", "run", "ranks")
+"""Facts that change what ranks compute or send."""
+SHOULD_AGREE = ("device", "threads")
+
+
+def facts_of_rank(config: RunConfig, device: str) -> dict[str, str]:
+    """Facts by name, as text. device: of this rank, such as cuda:3."""
+    return {
+        "host": socket.gethostname(),
+        "slot": device if device != "cpu" else f"cpu of rank {os.environ.get('RANK', '0')}",
+        "device": _device_name(device),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "parallelize": __version__,
+        "code": digest_of_files(_package_files()),
+        "model code": digest_of_files(_user_files(config)),
+        "run": hashlib.blake2b(config.text.encode(), digest_size=8).hexdigest(),
+        "ranks": os.environ.get("WORLD_SIZE", "1"),
+    }
+
+
+def _device_name(device: str) -> str:
+    if device == "cpu":
+        return f"cpu ({platform.machine()})"
+    return torch.cuda.get_device_name(device)
+
+
+def _package_files() -> list[Path]:
+    return sorted(Path(__file__).parents[2].rglob("*.py"))
+
+
+def _user_files(config: RunConfig) -> Iterator[Path]:
+    """The files of modules that the run names, and the plan, where it is a file."""
+    for text in (config.model.name, config.data.function, config.optimizer.name):
+        module, colon, _ = text.rpartition(":")
+        spec = _spec_of(module) if colon else None
+        if spec is not None and spec.origin is not None:
+            yield Path(spec.origin)
+    for text in (config.plan, config.model.name, os.path.join(config.model.name, "config.json")):
+        if text and Path(text).is_file():
+            yield Path(text)
+
+
+def _spec_of(module: str) -> Any:
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None  # whoever imports it says what is wrong
+
+
+def digest_of_files(paths: Iterable[Path]) -> str:
+    """A short hash of contents."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in paths:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def values_by_rank(facts: Mapping[int, Mapping[str, str]], name: str) -> list[tuple[int, str]]:
+    """(rank, value) of one fact."""
+    return [(rank, fact.get(name, "")) for rank, fact in sorted(facts.items())]
+
+
+# -- rank store ------------------------------------------------------------------------------------------------------
+# The store in which ranks find each other, opened without waiting for all of them: who is missing is for the roll
+# call to say.
+
+
+def rank_store(launcher: Launcher, limit_s: float, timeout_s: float) -> Any:
+    """The store of all ranks, which rank 0 serves, or the agent of torchrun.
+
+    Args:
+        limit_s: how long rank 0 may take to serve it. timeout_s: of later calls of it.
+
+    Raises: LaunchError `head-silent`.
+    """
+    if dist.is_initialized():  # by Ray
+        return private_groups.default_store()
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store: Any = dist.TCPStore(
+            launcher.head,
+            launcher.port,
+            launcher.world_size,
+            is_master=launcher.rank == 0 and not by_agent,
+            timeout=timedelta(seconds=limit_s),
+            wait_for_workers=False,
+            multi_tenant=not by_agent,
+        )
+    except (RuntimeError, ValueError) as error:
+        what = f"the head node {launcher.head}:{launcher.port} has not answered within {limit_s:.0f} s"
+        rows = (("said", str(error).splitlines()[0][:160]),)
+        fix = "is rank 0 running there, and does a firewall let the port through?"
+        raise LaunchError(Problem("head-silent", what, rows=rows, fix=fix)) from error
+    store.set_timeout(timedelta(seconds=timeout_s))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
+    return dist.PrefixStore(f"run/{attempt}", store)

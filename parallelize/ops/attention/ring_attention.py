@@ -27,8 +27,7 @@ from parallelize.comm.p2p import Exchange, Step
 from parallelize.comm.turns import yield_turn
 from parallelize.ops import replay_cache
 from parallelize.ops.attention import kernels
-from parallelize.ops.attention.blocks import Run
-from parallelize.ops.attention.ring_tiles import Masking, Ring, RingTiles, num_tokens, ring_of_flat
+from parallelize.ops.attention.ring_tiles import Masking, Ring, RingTiles, Run, num_tokens, ring_of_flat
 from parallelize.ops.attention.weight_dropout import WeightDropout
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.library import define, fake

@@ -19,7 +19,7 @@ from parallelize.comm.meshes import tp_mesh
 from parallelize.comm.p2p import Exchange
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
 from parallelize.ops.matmul.op_handshake import agree
-from parallelize.ops.matmul.row_gather import gather_rows
+from parallelize.ops.matmul.row_chunks import gather_rows
 
 T = torch.Tensor
 _ENOUGH_S = 0.008  # a measurement that takes this long is not repeated with more work

@@ -29,8 +29,7 @@ from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange, Step
 from parallelize.comm.turns import yield_turn
 from parallelize.ops.matmul.op_handshake import OpAgreement
-from parallelize.ops.matmul.row_chunks import Box, RowChunks, as_rows, flat, row_chunks_of, take
-from parallelize.ops.matmul.row_gather import RowGather
+from parallelize.ops.matmul.row_chunks import Box, RowChunks, RowGather, as_rows, flat, row_chunks_of, take
 
 T = torch.Tensor
 _HALF = (torch.float16, torch.bfloat16)

@@ -20,8 +20,7 @@ from parallelize.comm.groups import Group
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.library import LIBRARY, NAMESPACE
 from parallelize.ops.matmul.matmul_ops import weight_gradient
-from parallelize.ops.matmul.row_chunks import flat
-from parallelize.ops.matmul.row_gather import gather_rows
+from parallelize.ops.matmul.row_chunks import flat, gather_rows
 
 T = torch.Tensor
 _ops = torch.ops.parallelize

@@ -29,8 +29,7 @@ from parallelize.ops.library import define, fake
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
 from parallelize.ops.matmul.chunked_matmul import MatmulSum, Thunk
 from parallelize.ops.matmul.op_handshake import agree_on_first
-from parallelize.ops.matmul.row_chunks import Box, as_rows, flat, merged, take
-from parallelize.ops.matmul.row_gather import RowGather
+from parallelize.ops.matmul.row_chunks import Box, RowGather, as_rows, flat, merged, take
 
 T = torch.Tensor
 _WGRAD_CHUNKS = 4  # chunks of a weight gradient that is computed between the steps of an all-reduce

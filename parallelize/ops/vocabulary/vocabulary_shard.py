@@ -9,7 +9,7 @@ import torch
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
-from parallelize.comm.input_check import InputCheck
+from parallelize.comm.handshake import InputCheck
 
 
 @dataclass(frozen=True, eq=False)

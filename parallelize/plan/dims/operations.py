@@ -13,11 +13,13 @@ import torch
 
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.dims.factors import new_dim, regroup
-from parallelize.plan.dims.matmul_rules import attention_rule, bmm_rule, convolution_rule, mm_rule
-from parallelize.plan.dims.record import Dims, Lookup, Record, Slice, line_of_model
-from parallelize.plan.dims.shape_rules import (
+from parallelize.plan.dims.op_rules import (
+    attention_rule,
+    bmm_rule,
     cat_rule,
+    convolution_rule,
     expand_rule,
+    mm_rule,
     pad_rule,
     permute_rule,
     repeat_rule,
@@ -29,6 +31,7 @@ from parallelize.plan.dims.shape_rules import (
     unsqueeze_rule,
     view_rule,
 )
+from parallelize.plan.dims.record import Dims, Lookup, Record, Slice, line_of_model
 
 T = torch.Tensor
 Rule = Callable[[Record, str, tuple, dict, Any], None]

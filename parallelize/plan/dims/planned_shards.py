@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from parallelize.plan.dims.classes import Classes
 from parallelize.plan.dims.factors import Factor, leaves, size_of
 from parallelize.plan.pattern import generic
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ParameterRow
+from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 
 Parts = tuple[tuple[Factor, ...], ...]
 

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from parallelize.base.errors import ModelError, Problem
+from parallelize.plan.models.config_limits import in_dtype
 from parallelize.plan.models.copied_functions import rebind_functions
 from parallelize.plan.models.float8_linears import as_plain_linears
 from parallelize.plan.models.image_inputs import (
@@ -36,7 +37,6 @@ from parallelize.plan.models.image_inputs import (
 )
 from parallelize.plan.models.known_sizes import KNOWN
 from parallelize.plan.models.meta_copy import meta_copy
-from parallelize.plan.models.model_dtype import in_dtype
 from parallelize.plan.models.transformers_models import (
     class_of,
     config_of_config,

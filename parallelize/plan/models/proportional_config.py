@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from parallelize.plan.models.dropout_rates import without_dropout
-from parallelize.plan.models.small_images import shrink_images
+from parallelize.plan.models.image_inputs import shrink_images
 
 HEAD_WIDTH = 16
 _MAX_HEADS = 8

@@ -16,11 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.state.guards.early_optimizers import refuse_early_optimizers
-from parallelize.state.guards.gradient_inputs import refuse_gradient_inputs
-from parallelize.state.guards.offloaded_models import refuse_offloaded
-from parallelize.state.guards.other_quantizers import refuse_other_quantizers
-from parallelize.state.guards.other_wrappers import refuse_wrapped, refuse_wrappers
-from parallelize.state.guards.partial_values import guard_partial_values
+from parallelize.state.guards.other_libraries import (
+    refuse_offloaded,
+    refuse_other_quantizers,
+    refuse_wrapped,
+    refuse_wrappers,
+)
+from parallelize.state.guards.partial_values import guard_partial_values, refuse_gradient_inputs
 from parallelize.state.guards.stock_methods import guard_replacing_methods, guard_stock_methods
 from parallelize.state.guards.user_initializers import guard_initializers
 

@@ -25,9 +25,14 @@ from parallelize.base.layout import Layout, SlicePair
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.state.layout_tensor import layout_operations
 from parallelize.state.layout_tensor.kept_gradients import KeptGradient
-from parallelize.state.layout_tensor.layout_shard import LayoutShard
-from parallelize.state.layout_tensor.local_pairs import layout_axis, local_pairs
-from parallelize.state.layout_tensor.stored_order import layout_group, store_like, unshard
+from parallelize.state.layout_tensor.layout_shard import (
+    LayoutShard,
+    layout_axis,
+    layout_group,
+    local_pairs,
+    store_like,
+    unshard,
+)
 
 # -- dispatch by mode ------------------------------------------------------------------------------------------------
 # torch 2.11 computes operations on subclasses of DTensor as on DTensors, without asking the class: here a mode asks

@@ -19,9 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.state.layout_tensor.layout_shard import LayoutShard
-from parallelize.state.layout_tensor.local_pairs import local_pairs
-from parallelize.state.layout_tensor.stored_order import layout_group, store_like, unshard
+from parallelize.state.layout_tensor.layout_shard import LayoutShard, layout_group, local_pairs, store_like, unshard
 
 aten = torch.ops.aten
 

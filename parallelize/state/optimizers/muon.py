@@ -18,10 +18,16 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.meshes import mesh_spec
 from parallelize.state.layout_tensor.layout_dtensor import wrap_like
-from parallelize.state.optimizers.matrices import SPLITS, matrices_of, matrix_names
-from parallelize.state.optimizers.matrix_exchange import MatrixExchange
-from parallelize.state.optimizers.orthogonalize import COEFFICIENTS, LEARNING_RATES, adjusted_lr, orthogonalized
-from parallelize.state.optimizers.owners import assign_owners
+from parallelize.state.optimizers.matrices import (
+    COEFFICIENTS,
+    LEARNING_RATES,
+    SPLITS,
+    adjusted_lr,
+    matrices_of,
+    matrix_names,
+    orthogonalized,
+)
+from parallelize.state.optimizers.matrix_exchange import MatrixExchange, assign_owners
 from parallelize.state.records import mesh_of
 from parallelize.state.stored_slices import StoredSlices
 

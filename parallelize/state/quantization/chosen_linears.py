@@ -10,9 +10,8 @@ from torch import nn
 
 from parallelize.base.errors import ModelError, Problem, did_you_mean, short_list, warn_caller
 from parallelize.plan.adapters import is_adapter_parameter
-from parallelize.plan.block_formats import BlockFormat
+from parallelize.plan.block_formats import BlockFormat, is_conv1d
 from parallelize.plan.pattern import check_pattern, generic, matches
-from parallelize.plan.transposed_linear import is_conv1d
 from parallelize.state.quantization.quantized_experts import stacked_weights
 from parallelize.state.quantization.quantized_linear import partial_block
 

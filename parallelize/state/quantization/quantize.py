@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.patches import active as patches
-from parallelize.plan.block_formats import BlockFormat, block_format
-from parallelize.plan.transposed_linear import is_conv1d
-from parallelize.state.guards.other_quantizers import refuse_other_quantizers
+from parallelize.plan.block_formats import BlockFormat, block_format, is_conv1d
+from parallelize.state.guards.other_libraries import refuse_other_quantizers
 from parallelize.state.quantization.block_codes import dequantize as dequantized_weight
 from parallelize.state.quantization.block_codes import quantize_rows
 from parallelize.state.quantization.chosen_linears import Names, chosen_modules, features

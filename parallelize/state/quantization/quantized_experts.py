@@ -12,7 +12,7 @@ from torch import nn
 from parallelize.plan.block_formats import BlockFormat
 from parallelize.plan.model_facts import EXPERT_FLAGS
 from parallelize.state.quantization.block_codes import BYTES, quantize_rows
-from parallelize.state.quantization.computed_weight import written_weight
+from parallelize.state.quantization.quantized_linear import written_weight
 from parallelize.state.quantization.quantized_stack import QuantizedStack
 
 T = torch.Tensor

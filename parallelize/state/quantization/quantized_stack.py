@@ -16,8 +16,7 @@ import torch.nn.functional as F
 
 from parallelize.plan.block_formats import BlockFormat
 from parallelize.state.quantization.block_codes import dequantize
-from parallelize.state.quantization.computed_weight import not_written
-from parallelize.state.quantization.quantized_linear import quantized_linear
+from parallelize.state.quantization.quantized_linear import not_written, quantized_linear
 
 T = torch.Tensor
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.base.errors import ModelError, PlanError, Problem
-from parallelize.plan.dims.plan_trace import PlanTrace, trace_plan
-from parallelize.plan.learned_prompts import makes_prefixes
+from parallelize.plan.adapters import makes_prefixes
+from parallelize.plan.dims.plan_check import PlanTrace, trace_plan
 from parallelize.plan.models.example_inputs import inputs_of
 from parallelize.plan.models.float8_linears import as_plain_linears
 from parallelize.plan.models.meta_copy import meta_copy, without_hooks

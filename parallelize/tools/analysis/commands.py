@@ -17,6 +17,7 @@ from parallelize.base.terminal.console import (
     FINE,
     MISTAKE,
     PROBLEM_FOUND,
+    Progress,
     add_json,
     add_quiet,
     as_data,
@@ -25,7 +26,6 @@ from parallelize.base.terminal.console import (
     say,
     shows_progress,
 )
-from parallelize.base.terminal.progress_line import Progress
 from parallelize.plan.option_arguments import add_options, options_given
 from parallelize.plan.options import Options
 from parallelize.plan.plan_file import load_plan
@@ -285,7 +285,7 @@ def _explain_setting(options: argparse.Namespace, plan: str | None, mesh: str, a
 
 
 def _fit(options: argparse.Namespace) -> int:
-    from parallelize.state.many_objects import gc_paused
+    from parallelize.state.transaction import gc_paused
     from parallelize.tools.analysis.cost.machine import load_machine
     from parallelize.tools.analysis.fit import fit
 

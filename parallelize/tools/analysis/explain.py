@@ -15,14 +15,13 @@ from parallelize.base.errors import ModelError, ParallelizeError
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.models.model_source import ModelSource, source_of
 from parallelize.plan.pattern import generic
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ParameterRow
+from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.state.report import row_text
-from parallelize.tools.analysis.context_findings import gathered_modules
 from parallelize.tools.analysis.cost.machine import Machine, load_machine
 from parallelize.tools.analysis.cost.memory import RankMemory, memory_of
 from parallelize.tools.analysis.cost.setting import Setting, make_setting
 from parallelize.tools.analysis.cost.training_step import RankStep
+from parallelize.tools.analysis.findings import gathered_modules
 from parallelize.tools.analysis.measure import measure
 from parallelize.tools.analysis.record.trace_data import Message
 from parallelize.tools.analysis.show.explanation import (

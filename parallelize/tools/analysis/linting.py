@@ -21,17 +21,13 @@ from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.models.dropout_rates import disable_dropout
 from parallelize.plan.models.model_source import source_of
 from parallelize.plan.pattern import alternatives, generic, matches
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ModuleRow
+from parallelize.plan.resolved import ModuleRow, ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.styles.contract import Conversion
-from parallelize.tools.analysis.context_findings import gathered_over_cp
 from parallelize.tools.analysis.cost.setting import Setting, check_setting, make_setting
-from parallelize.tools.analysis.dims_findings import dims_findings
-from parallelize.tools.analysis.expert_findings import padded_experts
-from parallelize.tools.analysis.record.fake_world import fake_mesh
+from parallelize.tools.analysis.findings import dims_findings, gathered_over_cp, padded_experts
 from parallelize.tools.analysis.record.layer_dedup import drop_represented, layer_classes
-from parallelize.tools.analysis.record.shapes import CallShapes, ForwardShapes, Shape, forward_shapes
+from parallelize.tools.analysis.record.shapes import CallShapes, ForwardShapes, Shape, fake_mesh, forward_shapes
 from parallelize.tools.analysis.subject import Subject
 from parallelize.training.parallelize_module import parallelize_module
 

@@ -34,9 +34,9 @@ from parallelize.plan.stages import Stages
 from parallelize.tools.analysis.cost.matrix_steps import MatrixSteps, depends_on, matrix_parameters, matrix_steps
 from parallelize.tools.analysis.cost.setting import Setting, check_setting
 from parallelize.tools.analysis.cost.training_step import RankStep
-from parallelize.tools.analysis.record.fake_world import fake_mesh
 from parallelize.tools.analysis.record.layer_dedup import LayerClasses, consistent, layer_classes
 from parallelize.tools.analysis.record.recording import RECORDED_OPTIONS, RecordedBatch, record
+from parallelize.tools.analysis.record.shapes import fake_mesh
 from parallelize.tools.analysis.record.trace_data import MicrobatchTrace
 
 

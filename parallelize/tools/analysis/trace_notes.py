@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parallelize.base.errors import ParallelizeError
-from parallelize.plan.dims.plan_trace import PlanTrace, trace_plan
+from parallelize.plan.dims.plan_check import PlanTrace, trace_plan
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.tools.analysis.cost.setting import Setting

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.axes.tensor.input_widths import advice_on_widths
+from parallelize.axes.tensor.local_inputs import advice_on_widths
 from parallelize.base.errors import MeshError, ModelError, Problem
 from parallelize.plan.dims.classes import PROOF_FAILED, Choice, Classes
 from parallelize.plan.dims.record import Record
@@ -28,15 +28,15 @@ from parallelize.tools.derivation.gathered_linears import (
     gathered_linears,
     is_sharded,
     layer_share,
+    other_matrices,
     without_alike,
 )
-from parallelize.tools.derivation.parameter_rules import leaves_something, names_of
+from parallelize.tools.derivation.patterns import leaves_something, names_of
 from parallelize.tools.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.tools.derivation.proof import Proof, provable, prove, prove_in_evaluation
 from parallelize.tools.derivation.region_search import ProposedRegion, find_regions
 from parallelize.tools.derivation.small_model import check_subject, explained, small_model
 from parallelize.tools.derivation.unit_count_fields import counted_fields
-from parallelize.tools.derivation.unsharded_linears import other_matrices
 
 log = logging.getLogger("parallelize")
 

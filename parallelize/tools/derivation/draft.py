@@ -15,14 +15,13 @@ from parallelize.plan.dims.classes import Choice, Classes, Place, ShardableFacto
 from parallelize.plan.dims.factors import Factor, leaves, size_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
-from parallelize.tools.derivation.parameter_rules import leaves_something, note_partial, other_parameters
+from parallelize.tools.derivation.patterns import leaves_something, note_partial, other_parameters, vocabulary_rules
 from parallelize.tools.derivation.shared_inputs import (
     FULL_GRADIENT,
     blocks_that_read_shards,
     partial_inside,
     with_argument,
 )
-from parallelize.tools.derivation.vocabulary_rules import vocabulary_rules
 
 _CHANNEL_NORMS = (nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 _PROJECTIONS = ("colwise", "rowwise")

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import takewhile
 from math import prod
+from typing import Any
+
+from torch import nn
 
 from parallelize.base.files.yaml_nodes import MAX_SCALAR
+from parallelize.plan.dims.classes import Classes, output_dim
+from parallelize.plan.dims.factors import leaves
+from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import alternatives, generic
+from parallelize.tools.derivation.shared_inputs import PARTIAL_GRADIENT
 
 
 def pattern_rules(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
@@ -132,3 +139,84 @@ def _layer_of(pattern: str) -> str:
     segments = pattern.split(".")
     last = max((i for i, s in enumerate(segments[:-1]) if s == "*" or re.fullmatch(r"\{[\d,]+\}|\d+", s)), default=-1)
     return ".".join(segments[: last + 1])
+
+
+# -- parameter rules -------------------------------------------------------------------------------------------------
+# Rules of parameters that are no linear's: by their module, or each by its name where those of one module differ.
+
+
+def note_partial(styles: dict[str, str], model: nn.Module, partial: Set[str]) -> None:
+    """Add the rules of the parameters of whose gradient each rank has a part: by their module, if all of its own are such.
+
+    styles: so far, by the name of a module or parameter. partial: by name.
+    """
+    for name in sorted(partial):
+        module = name.rpartition(".")[0]
+        owner = model.get_submodule(module)
+        own = {f"{module}.{key}".lstrip("."): value for key, value in owner.named_parameters(recurse=False)}
+        if not own[name].requires_grad:
+            continue
+        trained = {key for key, parameter in own.items() if parameter.requires_grad}
+        are_alike = bool(module) and trained <= partial and not own.keys() & styles.keys()
+        styles.setdefault(module if are_alike else name, PARTIAL_GRADIENT)
+
+
+def other_parameters(model: nn.Module, styles: Mapping[str, str]) -> list[str]:
+    """The other parameters of modules of which some have rules of their own: the rule of all other modules does not claim them."""
+    others: list[str] = []
+    for name, facts in describe(model).modules.items():
+        own = [f"{name}.{key}".lstrip(".") for key in facts.shapes]
+        if name and name not in styles and any(parameter in styles for parameter in own):
+            others += [parameter for parameter in own if parameter not in styles]
+    return others
+
+
+def leaves_something(model: nn.Module, styles: Mapping[str, str]) -> bool:
+    """Whether some parameter has no rule yet."""
+    parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return any(not {name, name.rpartition(".")[0]} & styles.keys() for name in parameters)
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """The names of modules, and of parameters in them. A module of several names has the first alone."""
+    modules = [name for name, _ in model.named_modules()]
+    known = set(modules)
+    parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return [*modules, *(name for name in parameters if name.rpartition(".")[0] in known)]
+
+
+# -- vocabulary rules ------------------------------------------------------------------------------------------------
+# Rules of the vocabulary: the table of token embeddings, and the linear that returns logits.
+
+
+def vocabulary_rules(
+    classes: Classes, fields: Mapping[str, int], styles: Mapping[str, str], logits: str
+) -> dict[str, str]:
+    """Styles by module. fields: of the config. styles: so far. logits: what the head returns, `vocabulary` or `full`."""
+    tables = {
+        name
+        for lookup in classes.record.lookups
+        if isinstance(classes.modules.get(name := lookup.table.rpartition(".")[0]), nn.Embedding)
+        and lookup.of_tokens
+        and _is_only_looked_up(classes, lookup.dim)
+    }
+    if not tables:
+        return {}
+    vocabulary = fields.get("vocab_size")
+    sizes = {name: classes.modules[name].num_embeddings for name in tables}
+    largest = max(tables, key=lambda name: (sizes[name] == vocabulary, sizes[name], name))
+    rows = classes.modules[largest].num_embeddings
+    sharded = {id(classes.modules[name].weight) for name in tables if sizes[name] == rows}
+    embeddings = {name: module for name, module in classes.modules.items() if isinstance(module, nn.Embedding)}
+    rules = {name: "embedding" for name, module in embeddings.items() if id(module.weight) in sharded}
+    full = {id(module.weight) for name, module in embeddings.items() if name not in {*styles, *rules}}
+    for name, linear in classes.linears.items():
+        is_head = linear.weight.ndim == 2 and linear.weight.shape[output_dim(linear)] == rows
+        # a tie with a table that is not sharded
+        if name not in styles and is_head and id(linear.weight) not in full:
+            rules[name] = f"colwise(output={logits})"
+    return rules
+
+
+def _is_only_looked_up(classes: Classes, dim: Any) -> bool:
+    return not any(set(leaves(mix.dim)) & set(leaves(dim)) for mix in classes.record.mixes)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from parallelize.plan.models.dropout_rates import without_dropout
+from parallelize.plan.models.image_inputs import side_of
 from parallelize.plan.models.proportional_config import (
     HEAD_WIDTH,
     QUERIES,
@@ -21,7 +22,6 @@ from parallelize.plan.models.proportional_config import (
     first_of_each_kind,
     keep_layer_indexes,
 )
-from parallelize.plan.models.small_images import side_of
 from parallelize.tools.derivation.state_sizes import with_state_heads
 from parallelize.tools.verification.scale import scaled
 from parallelize.tools.verification.scale_parts import set_tokens

@@ -8,8 +8,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from parallelize.base.terminal.console import FINE, PROBLEM_FOUND, add_json, add_quiet, print_json, shows_progress
-from parallelize.base.terminal.quiet import quiet_libraries
+from parallelize.base.terminal.console import (
+    FINE,
+    PROBLEM_FOUND,
+    add_json,
+    add_quiet,
+    print_json,
+    quiet_libraries,
+    shows_progress,
+)
 from parallelize.plan.option_arguments import add_options, options_given
 
 _ABOUT = """\

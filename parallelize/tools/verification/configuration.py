@@ -20,8 +20,8 @@ from parallelize.base.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.base.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.plan.choose import plan_or_none, shipped_plan_of
 from parallelize.plan.model_facts import describe
+from parallelize.plan.models.config_limits import in_dtype
 from parallelize.plan.models.dropout_rates import disable_dropout, without_dropout
-from parallelize.plan.models.model_dtype import in_dtype
 from parallelize.plan.models.model_source import ModelSource, copy_of, read_model, source_of
 from parallelize.plan.models.nested_tensors import map_tensors
 from parallelize.plan.models.transformers_models import is_config
@@ -29,6 +29,7 @@ from parallelize.plan.options import Options
 from parallelize.plan.pattern import alternatives, matches
 from parallelize.plan.schema import Plan
 from parallelize.tools.verification.batch import Batch, batch_rows, draw_batch
+from parallelize.tools.verification.compare import ReferenceValues
 from parallelize.tools.verification.precision import DTYPES
 from parallelize.tools.verification.scale import (
     even_length,
@@ -365,3 +366,40 @@ def without_weights(request: Request) -> Request:
         fix = "name it: `package.module:function`, or a function at the top of a module"
         raise ModelError(Problem("not-picklable", what, fix=fix)) from None
     return request
+
+
+# -- mode choice -----------------------------------------------------------------------------------------------------
+# Which mode is run on which model, with how many microbatches: each choice is run at least once, without all
+# combinations.
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One application of the plan, the configurations on which it runs a step, and the unsharded model's values for each."""
+
+    mode: Mode
+    configurations: list[Configuration]
+    references: list[ReferenceValues]
+
+
+def choose_comparisons(
+    variants: list[tuple[list[Configuration], list[ReferenceValues]]], can_split: bool
+) -> list[Comparison]:
+    """Distribute models and numbers of microbatches over the modes. A single mode gets every model and both numbers.
+
+    Args:
+        variants: the configurations and reference values of each model; the models differ in their vocabulary.
+        can_split: whether a step may have several microbatches although none were requested.
+    """
+    configuration = variants[0][0][0]
+    modes, request = configuration.modes(), configuration.request
+    few = request.fewest_microbatches
+    many = request.num_microbatches if can_split and configuration.can_split else few
+    if len(modes) == 1 and (len(variants) > 1 or few != many):
+        modes = modes * 2
+    comparisons = []
+    for index, mode in enumerate(modes):
+        configurations, references = variants[index % len(variants)]
+        microbatches = many if (index + 1) // 2 % 2 else few
+        comparisons.append(Comparison(replace(mode, microbatches=microbatches), configurations, references))
+    return comparisons

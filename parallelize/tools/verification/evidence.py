@@ -11,8 +11,7 @@ from parallelize.base.errors import ParallelizeError
 from parallelize.base.layout import Layout
 from parallelize.plan.model_facts import describe
 from parallelize.plan.resolve import resolve
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ModuleRow, ParameterRow
+from parallelize.plan.resolved import ModuleRow, ParameterRow, ResolvedPlan
 from parallelize.tools.verification.compare import FLOOR
 from parallelize.tools.verification.configuration import Configuration, Mode
 from parallelize.tools.verification.module_trace import ModuleCall, ModuleTrace

@@ -26,8 +26,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.state.stage_values import stored_like, unsharded
 from parallelize.state.stored_slices import data_rank
 from parallelize.tools.verification.compare import Errors, ReferenceValues, compare_named
-from parallelize.tools.verification.configuration import Configuration, Mode
-from parallelize.tools.verification.mode_choice import Comparison
+from parallelize.tools.verification.configuration import Comparison, Configuration, Mode
 from parallelize.tools.verification.module_trace import ModuleTrace, ModuleTracer, local_copy
 from parallelize.tools.verification.precision import computing_in, widen_recompute
 from parallelize.tools.verification.reference import LEARNING_RATE, InputGradients, logits_of

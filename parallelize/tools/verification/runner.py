@@ -24,9 +24,15 @@ from parallelize.tools.analysis.automatic_trace import check_by_trace
 from parallelize.tools.verification import rank_messages
 from parallelize.tools.verification.blame import blame
 from parallelize.tools.verification.compare import Errors, ReferenceValues
-from parallelize.tools.verification.configuration import Configuration, Mode, Request, build_configurations
+from parallelize.tools.verification.configuration import (
+    Comparison,
+    Configuration,
+    Mode,
+    Request,
+    build_configurations,
+    choose_comparisons,
+)
 from parallelize.tools.verification.mesh_step import ApplyError, RankResult, is_auto, run_on_rank
-from parallelize.tools.verification.mode_choice import Comparison, choose_comparisons
 from parallelize.tools.verification.module_trace import ModuleTrace
 from parallelize.tools.verification.reference import check_repeats, is_a_sum, reference_step, trace_reference
 from parallelize.tools.verification.result import Difference

@@ -28,7 +28,7 @@ from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
 from parallelize.comm.handshake import agree_on
 from parallelize.state.randomness.generators import random_state, set_random_state
-from parallelize.training.trainers.rank_batches import MicroBatches
+from parallelize.training.trainers.trainer_loaders import MicroBatches
 
 PARALLEL = "parallel"
 """The folder of the Checkpointer in each checkpoint."""

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from parallelize.axes.context.forward_state import context_of
 from parallelize.axes.context.local_sequences import gather_sequence
-from parallelize.axes.pipeline.microbatch_inputs import broadcast_nested
+from parallelize.axes.pipeline.batch_reader import broadcast_nested
 from parallelize.axes.vocabulary.logits.sharded_logits import ShardedLogits
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.mesh import SAMPLE_AXES

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
+from parallelize.base.errors import Problem, ShapeError
 from parallelize.base.mesh import SAMPLE_AXES
 from parallelize.state.stored_slices import data_rank
-from parallelize.training.trainers.rank_batches import EvaluationBatches, EvaluationLoader, MicroBatches
+from parallelize.training.data.global_batches import GlobalBatches
 from parallelize.training.trainers.served_options import refuse_iterated
 
 
@@ -104,3 +107,116 @@ def _seed_worker(worker_id: int, num_workers: int, rank: int) -> None:
     from transformers.trainer_utils import seed_worker
 
     seed_worker(worker_id, num_workers=num_workers, rank=rank)
+
+
+# -- rank batches ----------------------------------------------------------------------------------------------------
+# Which samples this rank gets in the loops of a trainer: global batches in training, every batch once in evaluation.
+# Both are functions of the data and the batch sizes. The ranks along tp and pp get the samples of their data rank.
+
+
+class MicroBatches(Sampler[list[int]]):
+    """This rank's part of each batch that the data ranks run at once; `accumulated` of these are a global batch. A batch sampler.
+
+    An iteration is one epoch from its beginning: a trainer skips the batches that a resumed run has taken.
+
+    Args:
+        num_samples: the number of samples in the data set.
+        global_batch_size: samples of an optimizer step, over all data ranks.
+        accumulated: forwards of each rank in an optimizer step.
+        seed, shuffle, drop_last, mesh: as for `GlobalBatches`. `drop_last` drops the samples that are no full global batch.
+
+    Raises: ShapeError `indivisible-batch`, `no-batches`.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch_size: int,
+        accumulated: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        mesh: Any,
+    ):
+        size = global_batch_size // accumulated
+        rest, data_ranks = num_samples % size, data_rank(mesh, SAMPLE_AXES)[1]
+        if not drop_last and rest % data_ranks:
+            what = f"the last {rest} samples of an epoch cannot be split over {data_ranks} data ranks"
+            raise ShapeError(
+                Problem("indivisible-batch", what, fix="dataloader_drop_last=True in the TrainingArguments")
+            )
+        self.batches = GlobalBatches(num_samples, size, seed=seed, shuffle=shuffle, drop_last=drop_last, mesh=mesh)
+        self.global_batch_size, self.accumulated = global_batch_size, accumulated
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of this epoch from the next iteration on."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.batches.epoch, self.batches.batches_done = self.epoch, 0
+        return islice(iter(self.batches), len(self))
+
+    def __len__(self) -> int:
+        if self.batches.drop_last:
+            return self.batches.num_samples // self.global_batch_size * self.accumulated
+        return self.batches.steps_per_epoch
+
+    def order(self) -> dict[str, Any]:
+        """What decides which samples each optimizer step gets, whatever the mesh."""
+        saved = self.batches.state_dict()
+        names = ("num_samples", "seed", "shuffle", "drop_last")
+        return {"global_batch_size": self.global_batch_size} | {name: saved[name] for name in names}
+
+
+class EvaluationBatches(Sampler[list[int]]):
+    """Batch i of the data set, in its order, goes to data rank i modulo their number. A batch sampler.
+
+    Each rank gets the same number of batches: where they do not divide, the last ones of some ranks are repetitions, of which
+    `counts` says 0. So each batch is evaluated as one process would, on any mesh.
+
+    Args:
+        num_samples: the number of samples in the data set.
+        batch_size: samples of one forward.
+        data_rank: (index, number) of this data rank.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, data_rank: tuple[int, int]):
+        starts = range(0, num_samples, batch_size)
+        index, count = data_rank
+        rounds = -(-len(starts) // count)
+        positions = [round_number * count + index for round_number in range(rounds)]
+        self._batches = [
+            list(range(start, min(start + batch_size, num_samples)))
+            for start in (starts[min(position, len(starts) - 1)] for position in positions)
+        ]
+        self.counts = [
+            len(batch) if position < len(starts) else 0
+            for batch, position in zip(self._batches, positions, strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class EvaluationLoader(DataLoader):
+    """A DataLoader over `EvaluationBatches` that says how many samples of the current batch count.
+
+    Attributes:
+        samples: of the batch that was returned last; 0 for a repetition.
+    """
+
+    samples = 0
+
+    def __init__(self, dataset: Any, batches: EvaluationBatches, **options: Any):
+        super().__init__(dataset, batch_sampler=batches, **options)
+        self.counts: Sequence[int] = batches.counts
+
+    def __iter__(self) -> Any:
+        for count, batch in zip(self.counts, super().__iter__(), strict=True):
+            self.samples = count
+            yield batch

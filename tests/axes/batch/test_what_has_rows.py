@@ -15,7 +15,7 @@ from torch import nn
 
 from parallelize import HandshakeError, ShapeError, build_mesh, full_gradients, parallelize_model
 from parallelize.axes.batch.input_batch import BatchForm
-from parallelize.axes.pipeline.microbatch_inputs import split_batch
+from parallelize.axes.pipeline.batch_reader import split_batch
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
 

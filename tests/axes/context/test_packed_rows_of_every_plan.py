@@ -10,7 +10,7 @@ import torch
 
 from parallelize import build_mesh, context_parallel, gather_sequence
 from parallelize.plan.choose import plan_of
-from parallelize.plan.models.cache_arguments import cache_off
+from parallelize.plan.models.signature_inputs import cache_off
 from tests.support.context import family, softmax_in_float64
 from tests.support.models import FAMILIES, MIXTURES, SHIPPED, choose_unevenly, keep_float64, perturb, shipped_source
 from tests.support.threads import run_ranks

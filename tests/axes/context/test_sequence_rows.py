@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from parallelize.axes.context.sequence_shards import SequenceLayout, count, slice_runs
-from parallelize.ops.attention.blocks import tiles
+from parallelize.ops.attention.ring_tiles import tiles
 
 
 @pytest.mark.parametrize("balanced", [True, False])

@@ -11,7 +11,7 @@ from torch import nn
 
 from parallelize import ShapeError, build_mesh, full_gradients, next_tokens, parallelize_model
 from parallelize.axes.batch.input_batch import BatchForm
-from parallelize.axes.pipeline.microbatch_inputs import MicrobatchInputs, split_batch
+from parallelize.axes.pipeline.batch_reader import MicrobatchInputs, split_batch
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks

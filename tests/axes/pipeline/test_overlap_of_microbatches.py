@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallelize import MeshError, Options, parallelize_model
-from parallelize.axes.pipeline.interleave_trial import PairTrial
+from parallelize.axes.pipeline.interleaved_actions import PairTrial
 from parallelize.base.mesh import MeshSpec
 from tests.axes.pipeline import pair_jobs as jobs
 from tests.axes.pipeline.pipeline_jobs import mesh_parity

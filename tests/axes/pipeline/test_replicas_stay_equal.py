@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from parallelize import build_mesh, parallelize_model
 from parallelize.axes.zero.buckets import to_local
-from parallelize.axes.zero.sketches import BUCKETS, apart, sketches, tolerance_of
+from parallelize.axes.zero.replicas import BUCKETS, apart, sketches, tolerance_of
 from parallelize.base.errors import HandshakeError
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallelize.axes.tensor.shared_conversion import SharedConversion
+from parallelize.axes.tensor.shared_input import SharedConversion
 from parallelize.ops.collectives import copy_to_read
 from parallelize.ops.replay_cache import RecomputePass, ReplayCache
 from tests.axes.tensor import shared_conversion_jobs as jobs

@@ -10,7 +10,7 @@ from torch import nn
 
 from parallelize import DeferredLogits, build_mesh, parallelize_module
 from parallelize.axes.vocabulary.logits.deferred_logits import defer
-from parallelize.axes.vocabulary.logits.head import Head
+from parallelize.axes.vocabulary.logits.forms import Head
 from parallelize.comm.groups import Group
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 from parallelize.plan.choose import plan_of

@@ -12,7 +12,7 @@ from parallelize import ModelError, load_plan, parallelize_model, shard_data
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.models.model_source import ModelSource
 from parallelize.tools.analysis.cost.setting import Setting
-from parallelize.tools.analysis.record.fake_world import fake_mesh
+from parallelize.tools.analysis.record.shapes import fake_mesh
 from parallelize.tools.analysis.subject import Subject
 from tests.support.models import tiny_model
 

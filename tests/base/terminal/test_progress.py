@@ -7,8 +7,7 @@ import io
 
 import pytest
 
-from parallelize.base.terminal.console import shows_progress
-from parallelize.base.terminal.progress_line import Progress
+from parallelize.base.terminal.console import Progress, shows_progress
 
 
 class Terminal(io.StringIO):
@@ -17,7 +16,7 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_one_line_that_is_cleared_after_an_error(monkeypatch):
-    monkeypatch.setattr("parallelize.base.terminal.progress_line._EVERY_S", 0)
+    monkeypatch.setattr("parallelize.base.terminal.console._EVERY_S", 0)
     stream = Terminal()
     with Progress("trying", total=2, unit="configurations", stream=stream) as progress:
         progress()

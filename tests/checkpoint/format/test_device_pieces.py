@@ -13,8 +13,7 @@ from parallelize.base.errors import CheckpointError
 from parallelize.base.files import digests
 from parallelize.base.files.boxes import full_box, shape_of
 from parallelize.checkpoint.format import reader, writer
-from parallelize.checkpoint.format.device_pieces import DevicePieces
-from parallelize.checkpoint.format.host_memory import code_of
+from parallelize.checkpoint.format.device_pieces import DevicePieces, code_of
 from parallelize.checkpoint.format.reader import TensorFile
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 

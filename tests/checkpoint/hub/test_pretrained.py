@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallelize.base.terminal.progress_line import Progress
+from parallelize.base.terminal.console import Progress
 from tests.checkpoint.hub import pretrained_jobs as jobs
 
 pytestmark = pytest.mark.processes

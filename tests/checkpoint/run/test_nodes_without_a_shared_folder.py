@@ -20,11 +20,12 @@ from parallelize import CheckpointError, GlobalBatches, Problem, Streams, build_
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.format.manifest import read_manifest
 from parallelize.checkpoint.format.reader import TensorFile
-from parallelize.checkpoint.run import local_tensors, transfer
+from parallelize.checkpoint.run import local_tensors
+from parallelize.checkpoint.run import snapshot as transfer
 from parallelize.checkpoint.run.checkpointer import Checkpointer
-from parallelize.checkpoint.run.nodes import grouped
+from parallelize.checkpoint.run.node_files import grouped
 from parallelize.checkpoint.run.rank_sync import RankSync
-from parallelize.checkpoint.run.transfer import Read, chunks_of, split_box
+from parallelize.checkpoint.run.snapshot import Read, chunks_of, split_box
 from tests.checkpoint.checkpoint_jobs import built, different, everything, small_model, train
 from tests.checkpoint.run import crash_replay, fault_jobs
 from tests.checkpoint.run.resume_jobs import Counter

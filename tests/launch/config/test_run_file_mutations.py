@@ -15,9 +15,8 @@ import pytest
 import yaml
 
 from parallelize.base.errors import LaunchError, Problem
-from parallelize.launch.config.run_config import RunConfig
+from parallelize.launch.config.run_config import RunConfig, run_schema
 from parallelize.launch.config.run_config_file import parse_run_config
-from parallelize.launch.config.run_schema import run_schema
 from parallelize.plan.options import NAMES
 
 pytestmark = pytest.mark.torch_free

@@ -10,8 +10,8 @@ import yaml
 
 from parallelize.base.errors import LaunchError
 from parallelize.base.mesh import MeshSpec
+from parallelize.launch.config.run_config import FILE, run_schema, schema_text
 from parallelize.launch.config.run_config_file import parse_run_config, read_run_config
-from parallelize.launch.config.run_schema import FILE, run_schema, schema_text
 
 pytestmark = pytest.mark.torch_free
 

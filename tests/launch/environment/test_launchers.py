@@ -7,9 +7,14 @@ import pytest
 from parallelize.base.errors import LaunchError
 from parallelize.base.mesh import MeshSpec
 from parallelize.launch.environment.head_node import own_address, resolve_head
-from parallelize.launch.environment.launcher import SUPERVISOR, Launcher, expand_hosts, find_launcher
+from parallelize.launch.environment.launcher import (
+    SUPERVISOR,
+    Launcher,
+    expand_hosts,
+    find_launcher,
+    set_torch_variables,
+)
 from parallelize.launch.environment.rank_map import crossing_groups, expert_groups, rank_map
-from parallelize.launch.environment.torch_variables import set_torch_variables
 
 pytestmark = pytest.mark.torch_free
 

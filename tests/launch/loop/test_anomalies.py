@@ -10,8 +10,7 @@ from torch import nn
 
 from parallelize import build_mesh, parallelize_model
 from parallelize.launch.config.run_config import AnomalySection
-from parallelize.launch.loop.anomalies import AnomalyWatch
-from parallelize.launch.loop.anomaly_source import largest_gradient, source_of_nonfinite
+from parallelize.launch.loop.anomalies import AnomalyWatch, largest_gradient, source_of_nonfinite
 
 
 def watch(**section) -> AnomalyWatch:

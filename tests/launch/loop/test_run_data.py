@@ -11,7 +11,7 @@ import torch
 from parallelize.base.errors import DataError, LaunchError
 from parallelize.launch.config.run_config import DataSection, OptimizerSection, RunConfig, ScheduleSection
 from parallelize.launch.loop import token_files
-from parallelize.launch.loop.named_objects import object_of
+from parallelize.launch.loop.memory_report import object_of
 from parallelize.launch.loop.run_data import RunData, argument_names, collate_or_error, data_of
 from parallelize.launch.loop.run_optimizer import factor_of, optimizer_class
 

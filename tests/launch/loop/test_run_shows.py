@@ -13,10 +13,9 @@ from torch import nn
 from parallelize import build_mesh
 from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.loop import run_metrics
-from parallelize.launch.loop.memory_report import is_out_of_memory, write_memory_report
-from parallelize.launch.loop.process_memory import used_bytes
+from parallelize.launch.loop.memory_report import is_out_of_memory, used_bytes, write_memory_report
 from parallelize.launch.loop.profiled_step import ProfiledStep, compare_ranks, covered, profiled
-from parallelize.launch.loop.run_page import RunPage
+from parallelize.launch.loop.run_metrics import RunPage
 from parallelize.launch.preflight.prediction import Summary
 from tests.support import device
 

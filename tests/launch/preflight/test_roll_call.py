@@ -9,9 +9,7 @@ import torch.distributed as dist
 
 from parallelize.base.errors import LaunchError
 from parallelize.launch.environment.launcher import Launcher
-from parallelize.launch.preflight.rank_facts import facts_of_rank
-from parallelize.launch.preflight.rank_store import rank_store
-from parallelize.launch.preflight.roll_call import remarks, roll_call
+from parallelize.launch.preflight.roll_call import facts_of_rank, rank_store, remarks, roll_call
 from tests.support.processes import free_port
 
 FACTS = {"host": "a", "device": "cpu", "threads": "1", "torch": "2.13", "python": "3.11", "parallelize": "0.1"}

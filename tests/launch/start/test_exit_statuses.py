@@ -27,8 +27,7 @@ from parallelize.checkpoint.format.folders import Lock
 from parallelize.launch.config.run_config import AnomalySection
 from parallelize.launch.environment.launcher import Launcher
 from parallelize.launch.loop.anomalies import AnomalyWatch
-from parallelize.launch.preflight.rank_store import rank_store
-from parallelize.launch.preflight.roll_call import roll_call
+from parallelize.launch.preflight.roll_call import rank_store, roll_call
 from parallelize.launch.run_rank import _status_of
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST, judge
 from parallelize.launch.start.supervisor import children

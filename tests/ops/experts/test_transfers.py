@@ -11,9 +11,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from parallelize import build_mesh
 from parallelize.comm.groups import Group
 from parallelize.ops.experts.call_form import CallForm
-from parallelize.ops.experts.exchange_rows import start_exchange
 from parallelize.ops.experts.routes import routes_of
-from parallelize.ops.experts.transfers import Transfers, arrive, collect, dispatch, give_back, packed, unpacked
+from parallelize.ops.experts.transfers import (
+    Transfers,
+    arrive,
+    collect,
+    dispatch,
+    give_back,
+    packed,
+    start_exchange,
+    unpacked,
+)
 from tests.support.threads import run_ranks
 
 FORM = CallForm.of("experts", torch.ones(1, 4), torch.ones(1, 2))

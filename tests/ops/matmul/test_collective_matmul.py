@@ -25,7 +25,7 @@ from parallelize.comm.groups import Group
 from parallelize.comm.link_profile import LinkProfile
 from parallelize.ops import all_to_all
 from parallelize.ops.attention import ring_attention
-from parallelize.ops.experts import exchange_rows
+from parallelize.ops.experts import transfers as exchange_rows
 from parallelize.ops.library import KERNELS
 from parallelize.ops.matmul import chunked_matmul, matmul_ops
 from tests.support.linears import OPS, ReferenceLinear

@@ -13,7 +13,7 @@ from parallelize.base.errors import MeshError
 from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.comm.groups import Group
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
-from parallelize.ops.matmul.row_gather import gather_rows
+from parallelize.ops.matmul.row_chunks import gather_rows
 from parallelize.plan.styles.notation import parse_style
 from tests.support.linears import OPS, ReferenceLinear
 from tests.support.models import tiny_model

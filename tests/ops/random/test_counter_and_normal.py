@@ -9,9 +9,20 @@ import sys
 import pytest
 import torch
 
-from parallelize.ops.random import counter, normal
-from parallelize.ops.random.counter import IndexRun, bits, block_size, blocks, keep_mask, key, open_uniform, uniform
-from parallelize.ops.random.normal import inverse_normal, log
+from parallelize.ops.random import counter
+from parallelize.ops.random import counter as normal
+from parallelize.ops.random.counter import (
+    IndexRun,
+    bits,
+    block_size,
+    blocks,
+    inverse_normal,
+    keep_mask,
+    key,
+    log,
+    open_uniform,
+    uniform,
+)
 
 COUNT = 1 << 18
 KEYS = [key(0, "a", 0), key(0, "a", 1), key(0, "b", 0), key(1, "a", 0)]

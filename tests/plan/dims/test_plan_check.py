@@ -12,7 +12,7 @@ from torch import nn
 from parallelize.base.errors import Problem
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.choose import choose_plan
-from parallelize.plan.dims.plan_trace import trace_plan
+from parallelize.plan.dims.plan_check import trace_plan
 from parallelize.plan.model_facts import describe
 from parallelize.plan.models.dropout_rates import disable_dropout
 from parallelize.plan.options import Options

@@ -13,7 +13,7 @@ from torch import nn
 
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.choose import choose_plan
-from parallelize.plan.dims.plan_trace import PlanTrace, trace_plan
+from parallelize.plan.dims.plan_check import PlanTrace, trace_plan
 from parallelize.plan.model_facts import describe
 from parallelize.plan.models.dropout_rates import disable_dropout
 from parallelize.plan.models.example_inputs import inputs_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallelize.plan.models.model_dtype import in_dtype
+from parallelize.plan.models.config_limits import in_dtype
 from parallelize.plan.models.model_source import source_of
 
 

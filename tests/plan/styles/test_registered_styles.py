@@ -32,7 +32,7 @@ from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.styles.style import STYLES
 from parallelize.state.randomness.dropout.install import _layout_changes
 from parallelize.state.records import record_of
-from parallelize.tools.analysis.record.fake_world import fake_mesh
+from parallelize.tools.analysis.record.shapes import fake_mesh
 
 HIDDEN, WIDTH, VOCAB = 12, 16, 31
 

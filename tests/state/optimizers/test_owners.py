@@ -6,8 +6,8 @@ import pytest
 
 from parallelize.base.errors import ModelError
 from parallelize.base.files.boxes import full_box
-from parallelize.state.optimizers.orthogonalize import flops_of
-from parallelize.state.optimizers.owners import assign_owners
+from parallelize.state.optimizers.matrices import flops_of
+from parallelize.state.optimizers.matrix_exchange import assign_owners
 from tests.support.refused import refused
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallelize.ops.random.counter import bits, key, open_uniform, uniform
-from parallelize.ops.random.normal import inverse_normal
+from parallelize.ops.random.counter import bits, inverse_normal, key, open_uniform, uniform
 from parallelize.state.randomness.dropout.install import dropout_clock, install_dropout
 from parallelize.state.randomness.dropout.position import Position
 from parallelize.state.randomness.init.distributions import Normal, TruncatedNormal, Uniform

@@ -308,7 +308,7 @@ def test_a_forward_that_cannot_be_followed_is_a_warning(monkeypatch):
     def fail(model, inputs, resolved):
         raise KeyError("no rule")
 
-    monkeypatch.setattr("parallelize.tools.analysis.dims_findings.trace_plan", fail)
+    monkeypatch.setattr("parallelize.tools.analysis.findings.trace_plan", fail)
     warnings = [
         finding for finding in lint(tiny("llama"), None, "tp=2") if "cannot be followed" in finding.problem.what
     ]

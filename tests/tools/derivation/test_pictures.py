@@ -10,7 +10,7 @@ import pytest
 from benchmarks.derivation_picture import IMAGE, draw
 from parallelize import derive_plan
 from parallelize.cli import main
-from parallelize.tools.derivation.layer_text import layer_page, layer_text
+from parallelize.tools.derivation.plan_text import layer_page, layer_text
 from tests.tools.derivation import own_models as models
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallelize import derive_plan
-from parallelize.plan.models.audio_inputs import has_sounds, images_and_sounds_in_text, sounds_in_text
+from parallelize.plan.models.example_inputs import has_sounds, images_and_sounds_in_text, sounds_in_text
 from parallelize.plan.models.image_inputs import has_images, images_in_text
 from parallelize.plan.models.model_source import source_of
 from parallelize.plan.models.proportional_config import divided

@@ -13,10 +13,10 @@ from parallelize import build_mesh
 from parallelize.base.errors import CheckpointError, DataError, MeshError, ModelError, ShapeError
 from parallelize.base.mesh import MeshSpec
 from parallelize.training.trainers import served_options as served
-from parallelize.training.trainers.rank_batches import MicroBatches
 from parallelize.training.trainers.sft import ParallelSFTTrainer
 from parallelize.training.trainers.trainer import OVERRIDDEN, ParallelTrainer, _optimizer_class
 from parallelize.training.trainers.trainer_checkpoints import _compare_batches, read_weights
+from parallelize.training.trainers.trainer_loaders import MicroBatches
 from tests.training.trainers.trainer_jobs import arguments, counted_loss, launched
 
 pytest.importorskip("accelerate")

@@ -23,8 +23,7 @@ from parallelize.base.errors import Problem
 from parallelize.ops import replay_cache
 from parallelize.plan.adapters import BASE
 from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ModuleRow
+from parallelize.plan.resolved import ModuleRow, ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
 
 T = torch.Tensor

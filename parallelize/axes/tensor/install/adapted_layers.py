@@ -30,7 +30,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.plan.adapters import BASE
-from parallelize.plan.transposed_linear import is_conv1d
+from parallelize.plan.block_formats import is_conv1d
 
 _READ = ("lora_embedding_A", "lora_embedding_B", "ia3_l")
 """Children whose parameters the forward of the wrapper reads."""

@@ -34,8 +34,7 @@ from parallelize.plan.adapters import (
 )
 from parallelize.plan.model_facts import ModelFacts, describe
 from parallelize.plan.pattern import alternatives, matches
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ParameterRow
+from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
 from parallelize.state.guards.early_optimizers import rebind_parameters

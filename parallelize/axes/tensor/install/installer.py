@@ -13,19 +13,17 @@ from parallelize.axes.tensor.dtensor_boundary import SharedConversions, input_co
 from parallelize.axes.tensor.experts.adapted_experts import adapted_experts, adapted_matrix
 from parallelize.axes.tensor.experts.expert_forms import form_of
 from parallelize.axes.tensor.experts.expert_parallel import ExpertRanks, whole_experts
-from parallelize.axes.tensor.experts.expert_tensor_parallel import dense_experts, split_experts
-from parallelize.axes.tensor.experts.expert_widths import allow_any_width
+from parallelize.axes.tensor.experts.expert_tensor_parallel import allow_any_width, dense_experts, split_experts
 from parallelize.axes.tensor.experts.scaled_experts import num_choices, scaled_experts
 from parallelize.axes.tensor.experts.shared_expert_overlap import compute_overlapped
 from parallelize.axes.tensor.install.adapted_layers import adapted_forward, bias_of_first_rank, deferred_with_adapter
+from parallelize.axes.tensor.layers.attention_layers import replicated_multihead, sharded_multihead, ulysses_attention
 from parallelize.axes.tensor.layers.channel_norm import sharded_channel_norm
 from parallelize.axes.tensor.layers.embedding import vocabulary_embedding
 from parallelize.axes.tensor.layers.feature_norm import gather_normalized
 from parallelize.axes.tensor.layers.gated_norm import sharded_gated_norm
-from parallelize.axes.tensor.layers.multihead_attention import replicated_multihead, sharded_multihead
 from parallelize.axes.tensor.layers.rms_norm import sharded_rms_norm
 from parallelize.axes.tensor.layers.scan import scan_forward
-from parallelize.axes.tensor.layers.ulysses_attention import ulysses_attention
 from parallelize.axes.tensor.local_inputs import local_inputs
 from parallelize.axes.tensor.overlap_sites import Overlap, PlannedCallSite
 from parallelize.axes.tensor.overlapped_forwards import (
@@ -37,6 +35,7 @@ from parallelize.axes.tensor.overlapped_forwards import (
 )
 from parallelize.axes.tensor.planned_forward import (
     ModuleRuntime,
+    OverlappedRowLinear,
     argument_of,
     install,
     installed,
@@ -44,24 +43,21 @@ from parallelize.axes.tensor.planned_forward import (
 )
 from parallelize.axes.tensor.refused_outputs import refuse_attentions, refuse_hidden_states
 from parallelize.axes.tensor.region import EvenShards, Region
-from parallelize.axes.tensor.row_linear import OverlappedRowLinear
-from parallelize.axes.tensor.shared_conversion import SharedConversion
-from parallelize.axes.tensor.shared_input import SharedInput
+from parallelize.axes.tensor.shared_input import SharedConversion, SharedInput
 from parallelize.axes.tensor.watch.child_reads import children_read
 from parallelize.axes.vocabulary.logits.sharded_logits import mark
-from parallelize.axes.vocabulary.loss.fuse_loss import deferred_head, mark_deferred
+from parallelize.axes.vocabulary.loss.losses import deferred_head, mark_deferred
 from parallelize.base.layout import of_elements
 from parallelize.comm.groups import Group, group_for
-from parallelize.comm.input_check import InputCheck
+from parallelize.comm.handshake import InputCheck
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 from parallelize.plan.adapters import BASE
+from parallelize.plan.block_formats import is_conv1d
 from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow
+from parallelize.plan.resolved import ModuleRow, ParameterRow, RegionRow, ResolvedPlan
 from parallelize.plan.styles.contract import Contract, Conversion
 from parallelize.plan.styles.style import ModuleFacts
-from parallelize.plan.transposed_linear import is_conv1d
 from parallelize.state.local_config import set_local
 from parallelize.state.parameters import Slot
 from parallelize.state.pending_reductions import PendingReduction, PendingReductions

@@ -10,16 +10,15 @@ from torch.distributed.tensor import DTensor
 from parallelize.axes.tensor.experts.expert_tensor_parallel import check_experts
 from parallelize.axes.tensor.experts.scaled_experts import check_scaled_experts
 from parallelize.axes.tensor.experts.shared_expert_overlap import wrong_beside
-from parallelize.axes.tensor.float8_widths import wrong_float8_widths
+from parallelize.axes.tensor.layers.attention_layers import check_multihead, check_ulysses
 from parallelize.axes.tensor.layers.channel_norm import check_channel_norm, divided_statistics
 from parallelize.axes.tensor.layers.embedding import check_embedding
 from parallelize.axes.tensor.layers.gated_norm import check_gated_norm
-from parallelize.axes.tensor.layers.multihead_attention import check_multihead
 from parallelize.axes.tensor.layers.rms_norm import check_rms_norm
-from parallelize.axes.tensor.layers.ulysses_attention import check_ulysses
+from parallelize.axes.tensor.placements import wrong_float8_widths
 from parallelize.axes.tensor.planned_forward import argument_of
 from parallelize.axes.tensor.watch.child_reads import foreign_readers
-from parallelize.axes.vocabulary.loss.fuse_loss import wrong_heads
+from parallelize.axes.vocabulary.loss.losses import wrong_heads
 from parallelize.base.errors import ParallelizeError, Problem
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan

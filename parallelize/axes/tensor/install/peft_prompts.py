@@ -20,8 +20,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import Chunk, Interval, packed
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.ops import collectives as ops
-from parallelize.plan.adapters import layer_name
-from parallelize.plan.learned_prompts import PREFIX_ENCODER
+from parallelize.plan.adapters import PREFIX_ENCODER, layer_name
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.models.wrapped_models import num_prompt_logits
 from parallelize.plan.resolved import ResolvedPlan

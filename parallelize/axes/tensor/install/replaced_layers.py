@@ -22,8 +22,7 @@ from parallelize.base.errors import ModelError, PlanError, Problem
 from parallelize.plan.adapters import adapted_layers, is_adapter_parameter
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts, describe
 from parallelize.plan.pattern import alternatives, is_default, matches
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ParameterRow
+from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
 from parallelize.state.guards.early_optimizers import rebind_parameters
 from parallelize.state.records import (

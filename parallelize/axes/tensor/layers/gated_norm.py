@@ -15,7 +15,7 @@ from parallelize.axes.tensor.layers.rms_norm import MAGNITUDES, is_close, with_r
 from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
-from parallelize.plan.rows import ParameterRow
+from parallelize.plan.resolved import ParameterRow
 
 
 def check_gated_norm(module: Any, fqn: str) -> None:

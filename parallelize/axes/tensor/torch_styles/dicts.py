@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import parallel as stock
 
-from parallelize.axes.tensor.shared_conversion import SharedConversion
+from parallelize.axes.tensor.shared_input import SharedConversion
 from parallelize.axes.tensor.torch_styles.boundary import (
     PrepareModuleInput,
     PrepareModuleInputOutput,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from parallelize.axes.tensor.placements import local_input
 from parallelize.axes.tensor.planned_forward import ModuleRuntime
-from parallelize.axes.tensor.shared_conversion import SharedConversion
+from parallelize.axes.tensor.shared_input import SharedConversion
 from parallelize.base.errors import ModelError, PlanError, Problem
 from parallelize.base.layout import Layout
 from parallelize.base.torch_private import torch_tensors as private

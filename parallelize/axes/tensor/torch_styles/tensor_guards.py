@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from parallelize.axes.tensor.torch_styles.module_style import ModuleStyle
-from parallelize.axes.tensor.torch_styles.shard_misuse import refuse_training_of_unclaimed
-from parallelize.axes.tensor.torch_styles.watched_forwards import watch_first_forwards
+from parallelize.axes.tensor.torch_styles.shard_misuse import refuse_training_of_unclaimed, watch_first_forwards
 from parallelize.state.guards.guard_table import PLANNED, RESOLVED, STYLED, Guard, Guarded, add_guards
-from parallelize.state.guards.other_wrappers import refuse_wrappers
-from parallelize.state.randomness.dropout.not_installed import refuse_early_dropout
+from parallelize.state.guards.other_libraries import refuse_wrappers
+from parallelize.state.randomness.dropout.install import refuse_early_dropout
 
 
 def _refuse_unclaimed(model: Guarded) -> None:

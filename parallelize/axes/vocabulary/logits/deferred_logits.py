@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallelize.axes.vocabulary.logits.head import Head
+from parallelize.axes.vocabulary.logits.forms import Head
 from parallelize.axes.vocabulary.logits.row_functions import ROW_FUNCTIONS
 from parallelize.axes.vocabulary.logits.sharded_logits import (
     ELEMENTWISE,

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from parallelize.axes.vocabulary.logits.head import Head, autocast_inputs
 from parallelize.axes.vocabulary.logits.sharded_logits import ShardedLogits
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.base.mesh import DATA_AXES
-from parallelize.comm.groups import Group
+from parallelize.comm.groups import Group, axis_group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.ops import collectives as ops
+from parallelize.ops.vocabulary.cross_entropy import prepare_targets
+from parallelize.ops.vocabulary.linear_cross_entropy import HeadLoss, check_storage, default_chunk, linear_losses
 from parallelize.ops.vocabulary.softmax import working_dtype
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 
@@ -110,3 +119,127 @@ def _check_replicated(hidden: DTensor) -> None:
 
 
 _ALONE = Group.alone()
+
+
+# -- head ------------------------------------------------------------------------------------------------------------
+# A vocabulary head whose loss and statistics are computed from hidden states and weight, one chunk of tokens at a
+# time.
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """logits = tail(hidden @ weight.T + bias), for this rank's shard of the vocabulary.
+
+    Attributes:
+        weight: [V/P, H].
+        bias: [V/P], or None.
+        vocabulary: the rank's interval of the vocabulary, and the group.
+        chunk: number of tokens whose logits are in memory at the same time; None: `default_chunk`.
+        tail: an elementwise function without parameters, or None.
+    """
+
+    weight: T
+    bias: T | None
+    vocabulary: Vocabulary
+    chunk: int | None = None
+    tail: Callable[[T], T] | None = None
+
+    def logits(self, hidden: T) -> T:
+        """The local logits [..., V/P], with autograd."""
+        out = F.linear(hidden, self.weight, self.bias)
+        return out if self.tail is None else self.tail(out)
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        """The dtype of the logits, at least float32."""
+        probe = self.weight.detach().new_empty(0)
+        return working_dtype(probe if self.tail is None else self.tail(probe))
+
+    def detached(self) -> Head:
+        return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
+
+    def cross_entropy(
+        self,
+        hidden: T,
+        targets: T,
+        *,
+        mesh: DeviceMesh | None = None,
+        weight: T | None = None,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+        num_tokens: T | int | None = None,
+        **options: Any,
+    ) -> T:
+        """As `parallelize.cross_entropy` of the logits."""
+        check_head(self, hidden)
+        lead, dtype = tuple(hidden.shape[:-1]), self.working_dtype
+        prepared = prepare_targets(targets, lead, self.vocabulary, dtype, weight=weight, reduction=reduction, **options)
+        flat = self._flat(hidden)
+        work = self._work(flat, prepared.targets, prepared.ignored, dtype, z_loss=z_loss)
+        losses, _ = linear_losses(flat, self.weight, self.bias, work, total=reduction != "none")
+        count = num_tokens
+        if reduction == "mean" and num_tokens is None:
+            count = sum_over_data_axes(prepared.divisor, mesh)
+        return prepared.reduced(losses, reduction, count)
+
+    def token_statistics(self, hidden: T, ids: T, ignore_index: int, *, entropy: bool) -> tuple[T, T | None]:
+        """(log-probabilities, entropies or None) of tokens [...]; both are 0 for ignored tokens."""
+        check_head(self, hidden)
+        check_token_ids(ids)
+        lead, dtype = tuple(hidden.shape[:-1]), self.working_dtype
+        prepared = prepare_targets(ids, lead, self.vocabulary, dtype, ignore_index=ignore_index, reduction="none")
+        flat = self._flat(hidden)
+        work = self._work(flat, prepared.targets, prepared.ignored, dtype, entropy=entropy)
+        losses, entropies = linear_losses(flat, self.weight, self.bias, work, total=False)
+        assert prepared.ignored is not None
+        return -losses.view(lead), entropies.masked_fill(prepared.ignored, 0.0).view(lead) if entropy else None
+
+    def _work(self, flat: T, targets: Any, ignored: T | None, dtype: torch.dtype, **options: Any) -> HeadLoss:
+        loss = HeadLoss(targets, ignored, self.vocabulary.group, 0, dtype, self.tail, **options)
+        in_place = loss.has_gradients_in_place and torch.is_grad_enabled()
+        chunk = self.chunk if self.chunk is not None else default_chunk(flat, self.weight, in_place=in_place)
+        return replace(loss, chunk=chunk)
+
+    def _flat(self, hidden: T) -> T:
+        return hidden.reshape(prod(hidden.shape[:-1]), hidden.shape[-1])
+
+
+def check_head(head: Head, hidden: T) -> None:
+    """Raises: ShapeError `bad-head`; ModelError `weight-let-go`."""
+    weight, bias, vocabulary = head.weight, head.bias, head.vocabulary
+    classes = vocabulary.stop - vocabulary.start
+    what = f"hidden {list(hidden.shape)} {hidden.dtype}, weight {list(weight.shape)} {weight.dtype}"
+    if weight.ndim != 2 or weight.shape[0] != classes or hidden.shape[-1:] != weight.shape[1:]:
+        raise ShapeError(Problem("bad-head", what, fix=f"hidden [..., H], and weight [{classes}, H] on this rank"))
+    if bias is not None and tuple(bias.shape) != (classes,):
+        raise ShapeError(Problem("bad-head", f"bias {list(bias.shape)} for {what}", fix=f"[{classes}] on this rank"))
+    if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        raise ShapeError(Problem("bad-head", what, fix="one dtype for hidden states, weight and bias"))
+    if isinstance(head.chunk, bool) or (head.chunk is not None and head.chunk < 1):
+        raise ShapeError(Problem("bad-chunk", f"a chunk of {head.chunk} tokens", fix="1 or more, or None"))
+    check_storage(weight)
+
+
+def check_token_ids(ids: T) -> None:
+    """Raises: ShapeError `bad-targets` unless the ids are integers."""
+    if ids.is_floating_point():
+        raise ShapeError(Problem("bad-targets", f"token ids are {ids.dtype}", fix="one integer per token"))
+
+
+def autocast_inputs(hidden: T, weight: T, bias: T | None) -> tuple[T, T, T | None]:
+    """The operands that a linear would use: cast to the autocast dtype if autocast is on."""
+    device = hidden.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device) or torch.float64 in (hidden.dtype, weight.dtype):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def sum_over_data_axes(count: T | int, mesh: DeviceMesh | None) -> T | int:
+    """The sum of a count over all data axes of the mesh (one scalar all-reduce if there are any)."""
+    axes = [axis for axis in DATA_AXES if mesh is not None and axis in mesh_spec(mesh).names]
+    if mesh is None or not axes:
+        return count
+    count = count if isinstance(count, torch.Tensor) else torch.tensor(count, device=mesh.device_type)
+    dist.all_reduce(count, group=axis_group(mesh, *axes))
+    return count

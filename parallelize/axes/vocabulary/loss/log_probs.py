@@ -9,8 +9,7 @@ import torch
 from torch.autograd import Function
 
 from parallelize.axes.vocabulary.logits.deferred_logits import DeferredLogits
-from parallelize.axes.vocabulary.logits.forms import linear_head, shard_of
-from parallelize.axes.vocabulary.logits.head import check_token_ids
+from parallelize.axes.vocabulary.logits.forms import check_token_ids, linear_head, shard_of
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.comm.groups import Group
 from parallelize.ops.collectives import refuse_double_backward

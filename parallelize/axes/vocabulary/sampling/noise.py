@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from parallelize.axes.vocabulary.sampling.no_waits import avoids_waits
-from parallelize.ops.random.counter import AnyKey, open_uniform
-from parallelize.ops.random.normal import log
+from parallelize.ops.random.counter import AnyKey, log, open_uniform
 
 T = torch.Tensor
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from parallelize.ops.random.counter import Key, bits, open_uniform, uniform
-from parallelize.ops.random.normal import inverse_normal, log
+from parallelize.ops.random.counter import Key, bits, inverse_normal, log, open_uniform, uniform
 
 T = torch.Tensor
 Draw = Callable[[Key, T], T]

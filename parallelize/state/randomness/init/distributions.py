@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from parallelize.base.errors import ModelError, Problem
-from parallelize.ops.random.counter import Key, open_uniform, uniform
-from parallelize.ops.random.normal import inverse_normal
+from parallelize.ops.random.counter import Key, inverse_normal, open_uniform, uniform
 
 
 @dataclass(frozen=True)

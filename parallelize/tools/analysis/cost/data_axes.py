@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from parallelize.axes.zero.data_ranks import GradientSize, partition
 from parallelize.axes.zero.optimizer_shards import GATHER_BYTES
-from parallelize.axes.zero.partition import GradientSize, partition
 from parallelize.base.mesh import MeshSpec, folded
 from parallelize.plan.parameter_shards import ParameterShard, zero_groups
 from parallelize.tools.analysis.cost.setting import Setting

@@ -14,10 +14,9 @@ from parallelize.base.files.boxes import Box, box_of
 from parallelize.base.layout import even_interval, part_inside
 from parallelize.base.mesh import MeshSpec, folded_coordinates
 from parallelize.plan.parameter_shards import ParameterShard, expert_zero_dim
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ParameterRow
+from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.state.optimizers.matrices import matrices_of, matrix_names
-from parallelize.state.optimizers.owners import OwnedMatrix, assign_owners, exchanged_elements
+from parallelize.state.optimizers.matrix_exchange import OwnedMatrix, assign_owners, exchanged_elements
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.record.trace_data import Message
 

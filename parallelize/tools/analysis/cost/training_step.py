@@ -18,7 +18,7 @@ from parallelize.plan.stages import Stages
 from parallelize.tools.analysis.cost.data_axes import data_messages
 from parallelize.tools.analysis.cost.matrix_steps import MatrixSteps
 from parallelize.tools.analysis.cost.setting import Setting
-from parallelize.tools.analysis.record.segmenting import ABSENT
+from parallelize.tools.analysis.record.layer_dedup import ABSENT
 from parallelize.tools.analysis.record.trace_data import (
     LOSS,
     OUTSIDE,
@@ -122,7 +122,7 @@ class RankStep:
                 yield from self.trace.skips.get(source, StageBoundary()).tensors
 
     def _router_sums(self, units: Sequence[str]) -> tuple[tuple[int, bool], ...]:
-        """What units send along for the load-balancing loss: see `axes/zero/aux_loss_partials.py`."""
+        """What units send along for the load-balancing loss: see `axes/zero/router_loss.py`."""
         experts = max((self.trace.routers.get(unit, 0) for unit in units), default=0)
         return ((experts * SUM_BYTES, False), (experts * SUM_BYTES, True), (SUM_BYTES, False)) if experts else ()
 

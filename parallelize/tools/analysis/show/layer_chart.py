@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ModuleRow, ParameterRow
+from parallelize.plan.resolved import ModuleRow, ParameterRow, ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
-from parallelize.tools.analysis.show.canvas import box, legend, line, picture, shortened, text_at
-from parallelize.tools.analysis.show.number_format import shape
-from parallelize.tools.analysis.show.stylesheet import STYLE
+from parallelize.tools.analysis.show.canvas import STYLE, box, legend, line, picture, shape, shortened, text_at
 
 _ROW, _TILE, _TILE_HEIGHT, _TOP = 84.0, 78.0, 46.0, 64.0
 _NAME, _INPUT, _WEIGHT, _OUTPUT, _WIDTH = 14.0, 300.0, 500.0, 700.0, 800.0

@@ -10,12 +10,14 @@ from typing import NamedTuple
 from parallelize.tools.analysis.cost.memory import Moment
 from parallelize.tools.analysis.show.canvas import (
     WIDTH,
+    amount,
     axis_below,
     axis_left,
     box,
     bytes_scale,
     legend,
     line,
+    percent,
     picture,
     polygon,
     shortened,
@@ -24,7 +26,6 @@ from parallelize.tools.analysis.show.canvas import (
     time_scale,
 )
 from parallelize.tools.analysis.show.explanation import Explanation, RankReport
-from parallelize.tools.analysis.show.number_format import amount, percent
 from parallelize.tools.analysis.show.tables import PART_NAMES, parts_of, rank_name
 
 FILLS = ("c0", "c1", "c2", "c3", "c4")  # of PART_NAMES

@@ -6,22 +6,27 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from parallelize.tools.analysis.show.canvas import (
+    STYLE,
+    UNITS,
     WIDTH,
+    amount,
     axis_below,
     box,
     bytes_scale,
+    duration,
     legend,
+    percent,
     picture,
+    plural,
     shortened,
     text_at,
     text_width,
+    times,
 )
 from parallelize.tools.analysis.show.explanation import Explanation, RankReport
 from parallelize.tools.analysis.show.memory_chart import draw_parts, draw_step, key, scale_of
-from parallelize.tools.analysis.show.number_format import UNITS, amount, duration, percent, plural, times
 from parallelize.tools.analysis.show.pipeline_chart import draw_pipeline
 from parallelize.tools.analysis.show.shard_chart import draw_shards
-from parallelize.tools.analysis.show.stylesheet import STYLE
 from parallelize.tools.analysis.show.tables import (
     Table,
     advice_table,

@@ -12,14 +12,15 @@ from parallelize.tools.analysis.show.canvas import (
     WIDTH,
     axis_below,
     box,
+    duration,
     legend,
+    percent,
     picture,
     shortened,
     text_at,
     text_width,
     time_scale,
 )
-from parallelize.tools.analysis.show.number_format import duration, percent
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward, dgrad", "W": "backward, wgrad"}
 _FILLS = {"F": "c0", "B": "c1", "I": "c2", "W": "c3"}

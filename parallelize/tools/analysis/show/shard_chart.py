@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from parallelize.tools.analysis.show.canvas import Point, box, line, picture, shortened, text_at
+from parallelize.tools.analysis.show.canvas import Point, box, line, picture, shape, shortened, text_at
 from parallelize.tools.analysis.show.explanation import Explanation, ParameterLine
-from parallelize.tools.analysis.show.number_format import shape
 from parallelize.tools.analysis.show.tables import name_of
 
 _WIDTH, _HEIGHT = 250, 186  # of a picture

@@ -8,8 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from parallelize.tools.analysis.cost.memory import RankMemory
-from parallelize.tools.analysis.show.explanation import AxisTotal, Explanation, MessageLine, ParameterLine, RankReport
-from parallelize.tools.analysis.show.number_format import (
+from parallelize.tools.analysis.show.canvas import (
     amount,
     count,
     duration,
@@ -19,6 +18,7 @@ from parallelize.tools.analysis.show.number_format import (
     shape,
     times,
 )
+from parallelize.tools.analysis.show.explanation import AxisTotal, Explanation, MessageLine, ParameterLine, RankReport
 
 Row = tuple[str, ...]
 SUMMED = ", gradient summed"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from textwrap import wrap
 
+from parallelize.tools.analysis.show.canvas import UNITS, amount, percent
 from parallelize.tools.analysis.show.explanation import Explanation, ParameterLine, RankReport
-from parallelize.tools.analysis.show.number_format import UNITS, amount, percent
 from parallelize.tools.analysis.show.tables import (
     SUMMED,
     Table,

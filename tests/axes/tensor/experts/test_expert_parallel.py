@@ -21,7 +21,7 @@ from parallelize import (
     routing_load,
 )
 from parallelize.axes.tensor.experts import expert_parallel
-from parallelize.axes.tensor.experts.expert_load import EXPERT, RANK, ExpertLoad
+from parallelize.axes.tensor.experts.routing_load import EXPERT, RANK, ExpertLoad
 from parallelize.base.mesh import MeshSpec
 from parallelize.ops.experts.routes import routes_of
 from parallelize.ops.replay_cache import in_recompute

@@ -91,15 +91,16 @@ def test_what_cannot_be_planned_later_is_refused():
 def test_adapters_of_the_sizes_of_shards_are_refused():
     """PEFT makes them where it is imported after the plan."""
     copies = [tiny_model("llama", torch.float64) for _ in range(2)]
-    stock = getattr(peft_layers._get_in_out_features, "stock", peft_layers._get_in_out_features)
     planned = threading.Barrier(2)  # applying the plan of the other rank would replace the function again
 
     def body(rank):
         model = parallelize_module(copies[rank], build_mesh("cpu", tp=2))
         planned.wait(60)
         with LOCK:
-            peft_layers._get_in_out_features = stock
+            patched = peft_layers._get_in_out_features
+            peft_layers._get_in_out_features = patched.stock
             model = peft.get_peft_model(model, config("lora"))
+            peft_layers._get_in_out_features = patched
         with pytest.raises(ModelError, match="sizes") as error:
             model(input_ids=IDS)
         assert error.value.slugs == ("added-parameter",)

@@ -27,7 +27,7 @@ from parallelize import (
     parallelize_module,
     verify,
 )
-from parallelize.axes.tensor.torch_styles.input_reads import readers_of_input, readers_of_output
+from parallelize.axes.tensor.torch_styles.lowering import readers_of_input, readers_of_output
 from parallelize.state.records import record_of, resolution_of
 from tests.support.parity import worst
 from tests.support.threads import run_ranks

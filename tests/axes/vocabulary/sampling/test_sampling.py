@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from parallelize import ShapeError, build_mesh, sample
 from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.axes.vocabulary.sampling import candidates, noise
-from parallelize.axes.vocabulary.sampling.candidates import Candidates, keep_min_p, keep_top_k, keep_top_p
-from parallelize.axes.vocabulary.sampling.mass import masses
+from parallelize.axes.vocabulary.sampling.candidates import Candidates, keep_min_p, keep_top_k, keep_top_p, masses
 from parallelize.axes.vocabulary.sampling.noise import gumbel
 from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group

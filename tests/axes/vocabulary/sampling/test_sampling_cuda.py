@@ -7,7 +7,7 @@ import torch
 
 from parallelize import sample
 from parallelize.axes.vocabulary.generation.transformers_generate import _set_states, _states
-from parallelize.axes.vocabulary.sampling.mass import masses
+from parallelize.axes.vocabulary.sampling.candidates import masses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -29,7 +29,7 @@ from parallelize import build_mesh, cross_entropy, destroy_groups, linear_cross_
 from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.ops.vocabulary.class_targets import Vocabulary
 
 VOCABULARY = 32768
 LARGER = ((4096, 1024, "float32"), (8192, 2048, "bfloat16"), (16384, 4096, "bfloat16"))

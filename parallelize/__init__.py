@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from parallelize.axes.recomputation.recompute import recompute_cost as recompute_cost
     from parallelize.axes.recomputation.recompute import recomputed as recomputed
     from parallelize.axes.recomputation.recompute import set_recompute as set_recompute
-    from parallelize.axes.tensor.experts.balanced_routing import balanced_routing as balanced_routing
     from parallelize.axes.tensor.experts.expert_bias import ExpertBalance as ExpertBalance
     from parallelize.axes.tensor.experts.expert_bias import balance_experts as balance_experts
     from parallelize.axes.tensor.experts.replayed_routes import RecordedRoutes as RecordedRoutes
     from parallelize.axes.tensor.experts.replayed_routes import record_routes as record_routes
     from parallelize.axes.tensor.experts.replayed_routes import replay_routes as replay_routes
     from parallelize.axes.tensor.experts.routing_load import RoutingLoad as RoutingLoad
+    from parallelize.axes.tensor.experts.routing_load import balanced_routing as balanced_routing
     from parallelize.axes.tensor.experts.routing_load import routing_load as routing_load
     from parallelize.axes.tensor.overlap_sites import deferred_gradients as deferred_gradients
     from parallelize.axes.tensor.torch_styles.boundary import PrepareModuleInput as PrepareModuleInput
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
     from parallelize.axes.vocabulary.generation.loop import generate as generate
     from parallelize.axes.vocabulary.logits.deferred_logits import DeferredLogits as DeferredLogits
     from parallelize.axes.vocabulary.logits.sharded_logits import ShardedLogits as ShardedLogits
-    from parallelize.axes.vocabulary.loss.log_probs import linear_token_log_probs as linear_token_log_probs
-    from parallelize.axes.vocabulary.loss.log_probs import token_entropy as token_entropy
-    from parallelize.axes.vocabulary.loss.log_probs import token_log_probs as token_log_probs
-    from parallelize.axes.vocabulary.loss.log_probs import token_log_probs_and_entropy as token_log_probs_and_entropy
     from parallelize.axes.vocabulary.loss.losses import cross_entropy as cross_entropy
     from parallelize.axes.vocabulary.loss.losses import linear_cross_entropy as linear_cross_entropy
+    from parallelize.axes.vocabulary.loss.losses import linear_token_log_probs as linear_token_log_probs
     from parallelize.axes.vocabulary.loss.losses import loss_parallel as loss_parallel
+    from parallelize.axes.vocabulary.loss.losses import token_entropy as token_entropy
+    from parallelize.axes.vocabulary.loss.losses import token_log_probs as token_log_probs
+    from parallelize.axes.vocabulary.loss.losses import token_log_probs_and_entropy as token_log_probs_and_entropy
     from parallelize.axes.vocabulary.loss.losses import valid_tokens as valid_tokens
     from parallelize.axes.vocabulary.sampling.draw import sample as sample
     from parallelize.axes.zero.optimizer import build_optimizer as build_optimizer
@@ -147,12 +147,12 @@ if TYPE_CHECKING:
     from parallelize.state.randomness.generators import random_state as random_state
     from parallelize.state.randomness.generators import set_random_state as set_random_state
     from parallelize.state.randomness.generators import synchronize_random_state as synchronize_random_state
-    from parallelize.state.randomness.init.building import building as building
     from parallelize.state.randomness.init.distributions import Constant as Constant
     from parallelize.state.randomness.init.distributions import Normal as Normal
     from parallelize.state.randomness.init.distributions import TruncatedNormal as TruncatedNormal
     from parallelize.state.randomness.init.distributions import Uniform as Uniform
     from parallelize.state.randomness.init.initialize import build_on_meta as build_on_meta
+    from parallelize.state.randomness.init.initialize import building as building
     from parallelize.state.randomness.init.initialize import initialize as initialize
     from parallelize.state.randomness.streams import Streams as Streams
     from parallelize.state.report import describe_plan as describe_plan
@@ -167,7 +167,7 @@ if TYPE_CHECKING:
     from parallelize.tools.analysis.show.explanation import Explanation as Explanation
     from parallelize.tools.derivation.derive import Derived as Derived
     from parallelize.tools.derivation.derive import derive_plan as derive_plan
-    from parallelize.tools.verification.result import Verification as Verification
+    from parallelize.tools.verification.compare import Verification as Verification
     from parallelize.tools.verification.verify import assert_verified as assert_verified
     from parallelize.tools.verification.verify import verify as verify
     from parallelize.training.data.collate import collate_rows as collate_rows

@@ -47,11 +47,10 @@ from parallelize.launch.loop.build_run import RunEnvironment, build_run, note_pe
 from parallelize.launch.loop.memory_report import is_out_of_memory, write_memory_report
 from parallelize.launch.name_checks import check_names
 from parallelize.launch.preflight.mesh_choice import ChosenMesh, choose_mesh
-from parallelize.launch.preflight.placement import placement_warnings
-from parallelize.launch.preflight.prediction import Summary, machine_of, predict, subject_of
+from parallelize.launch.preflight.prediction import Summary, machine_of, placement_warnings, predict, subject_of
 from parallelize.launch.preflight.roll_call import LIMIT_S, Facts, facts_of_rank, rank_store, remarks, roll_call
 from parallelize.launch.preflight.timed_links import timed_links
-from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
+from parallelize.launch.start.supervisor import FAILED, PEER_LOST
 from parallelize.watchdog.watching import watch
 
 MISTAKES = (LaunchError, PlanError, MeshError, ModelError, ShapeError, DataError, GradientError)

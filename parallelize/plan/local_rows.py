@@ -1,4 +1,4 @@
-"""Local values of the head counts and widths that a stock forward reads from its module.
+"""What a stock forward reads and each rank has locally: head counts and widths of its module, arguments by heads, shards of inputs.
 
 Torch-free.
 """

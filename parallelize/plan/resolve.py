@@ -8,25 +8,23 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from parallelize.base.errors import PlanError, Problem
+from parallelize.base.errors import ModelError, PlanError, Problem, did_you_mean
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.adapters import PROMPTS, for_adapters, peft_prefix, refuse_over_axes, renamed
 from parallelize.plan.local_rows import check_batch_parts
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
 from parallelize.plan.parameter_layouts import dotted
-from parallelize.plan.pattern import alternatives, generic, matches
-from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.schema import AttentionRule, Plan, Rule
+from parallelize.plan.pattern import alternatives, check_pattern, generic, matches
+from parallelize.plan.resolved import ParameterRow, ResolvedPlan
+from parallelize.plan.schema import AttentionRule, Plan, Rule, Tie
 from parallelize.plan.stage_ranks import ranks_of_stages
 from parallelize.plan.stages import Assignment, Costs, Stages, cut_stages
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
-from parallelize.plan.tied_parameters import tied_parameters
-from parallelize.plan.units import recompute_units, zero_units
 
 NO_PLAN = Plan("none", (), unclaimed="replicate")
 """The plan of a model without one: every parameter is replicated over `tp`."""
@@ -271,3 +269,138 @@ def _named(rule: AttentionRule, plan: Plan, model: ModelFacts) -> Iterator[str]:
             what = f"`attention: {alternative}` names no module of {type(model.root).__name__}"
             raise PlanError(Problem("unmatched-attention", what, plan.source, fix="see model.named_modules()"))
         yield from (name for name in names if not rule.child or f"{name}.{rule.child}" in model.modules)
+
+
+# -- tied parameters -------------------------------------------------------------------------------------------------
+# Which parameters are tied over pipeline stages: those that were one object, and those that a plan declares.
+# Torch-free.
+
+
+def tied_parameters(
+    plan: Plan,
+    model: ModelFacts,
+    parameters: Mapping[str, ParameterRow],
+    pp_ranks: Callable[[tuple[str, ...]], tuple[int, ...]],
+) -> tuple[Tie, ...]:
+    """The ties that the plan declares, and every other parameter that several pp ranks store.
+
+    Args:
+        parameters: the rows over `tp`.
+        pp_ranks: names of parameters -> the pp ranks that store any of them.
+
+    Raises: PlanError `unknown-parameter`, `tie-shapes-differ`, `tie-layouts-differ`.
+    """
+    if problems := [*_wrong_members(plan, model), *_wrong_layouts(plan, parameters)]:
+        raise PlanError(*problems)
+    declared = {name for tie in plan.ties for name in tie.members}
+    shared = (
+        Tie(fact.fqn, fact.names)
+        for fact in model.parameters.values()
+        if len(fact.names) > 1 and len(pp_ranks(fact.names)) > 1 and not declared & set(fact.names)
+    )
+    return (*plan.ties, *shared)
+
+
+def _wrong_members(plan: Plan, model: ModelFacts) -> list[Problem]:
+    problems = []
+    for tie in plan.ties:
+        unknown = [name for name in tie.members if name not in model.owners]
+        for name in unknown:
+            what = f"tie {tie.name} names {name!r}, which is not a parameter"
+            problems.append(Problem("unknown-parameter", what, fix=did_you_mean(name, model.owners)))
+        known = [name for name in tie.members if name not in unknown]
+        shapes = {model.parameters[model.owners[name]].shape for name in known}
+        if len(shapes) > 1:
+            what = f"tie {tie.name} joins parameters of shapes {sorted(map(list, shapes))}"
+            problems.append(Problem("tie-shapes-differ", what, fix="tie parameters of one shape"))
+    return problems
+
+
+def _wrong_layouts(plan: Plan, parameters: Mapping[str, ParameterRow]) -> list[Problem]:
+    """Gradients of copies can be summed only where the copies have the same layout over tp."""
+    problems = []
+    rows_of = {name: row for row in parameters.values() for name in row.fact.names}
+    for tie in plan.ties:
+        members = {name: rows_of[name] for name in tie.members if name in rows_of}
+        if len({(row.layout.dim, row.layout.owned) for row in members.values()}) > 1:
+            what = f"members of {tie.name} are sharded differently over tp"
+            rows = tuple((name, f"{row.rule.style}: dim {row.layout.dim}") for name, row in members.items())
+            fix = "give them styles that shard the same dim: `embedding` and `colwise(output=vocabulary)`"
+            problems.append(Problem("tie-layouts-differ", what, rows=rows, fix=fix))
+    return problems
+
+
+# -- units -----------------------------------------------------------------------------------------------------------
+# Units of a model: which modules ZeRO 3 gathers together, and which ones recompute their activations. Torch-free.
+
+
+def layers_of(plan: Plan) -> str:
+    """The fqn of the module that contains the layers; empty where the plan does not name it."""
+    source = plan.cuts or plan.layers_region
+    return source.layers if source is not None else ""
+
+
+def zero_units(
+    plan: Plan, model: ModelFacts, *, patterns: Sequence[str] | None = None, layers: str = ""
+) -> tuple[str, ...]:
+    """The units of ZeRO 3: those that match `patterns`, else the plan's `zero: {units: ...}`, else the layers.
+
+    Args:
+        plan: for this model (`for_model`).
+        patterns: the caller's choice; None: the plan's.
+        layers: fqn of the layers where pipeline stages were cut; default: as the plan names it.
+
+    Returns: fqns, in the model's order.
+    Raises: ModelError `unmatched-unit` for a pattern, or one of its alternatives, that names no module.
+    """
+    names = [name for name in model.modules if name]
+    if patterns is None:
+        patterns = plan.zero_units
+    if not patterns:
+        layers = layers or layers_of(plan)
+        return tuple(name for name in names if layers and name.rpartition(".")[0] == layers)
+    for alternative in (alternative for pattern in patterns for alternative in alternatives(pattern)):
+        if not any(matches(alternative, name) for name in names):
+            what = f"no module matches the ZeRO unit {alternative!r}"
+            raise ModelError(Problem("unmatched-unit", what, fix=did_you_mean(alternative, names)))
+    return tuple(name for name in names if any(matches(pattern, name) for pattern in patterns))
+
+
+def recompute_units(plan: Plan, model: ModelFacts, patterns: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The modules that run again in backward: those that match `patterns`, else the plan's `recompute:`, else the layers.
+
+    Args:
+        plan: for this model (`for_model`).
+        patterns: the caller's choice; None: the plan's.
+
+    Returns: fqns, in the model's order.
+    Raises: PlanError of patterns; ModelError `no-recompute-units` where there are none, `nested-units`.
+    """
+    names = [name for name in model.modules if name]
+    if patterns is None:
+        patterns = _planned(plan, model)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        check_pattern(pattern, "recompute units")
+        for alternative in alternatives(pattern):
+            matched = {name for name in names if matches(alternative, name)}
+            if not matched:
+                what = f"no module is called {alternative!r}"
+                raise ModelError(Problem("no-recompute-units", what, fix=did_you_mean(alternative, names)))
+            chosen |= matched
+    units = tuple(name for name in names if name in chosen)
+    for name in units:
+        parent = next((other for other in units if name.startswith(other + ".")), None)
+        if parent is not None:
+            what = f"{name} is inside {parent}, and both are to be recomputed"
+            raise ModelError(Problem("nested-units", what, fix="name one of them"))
+    return units
+
+
+def _planned(plan: Plan, model: ModelFacts) -> Sequence[str]:
+    layers = layers_of(plan)
+    if plan.recompute_units or layers:
+        return plan.recompute_units or [f"{layers}.*"]
+    what = f"plan {plan.name}, which names neither units nor layers" if plan.rules else "no plan"
+    fix = 'recompute(model, units="model.layers.*"), or `recompute: {units: [...]}` in the plan'
+    raise ModelError(Problem("no-recompute-units", f"{type(model.root).__name__} has {what}", fix=fix))

@@ -1,4 +1,4 @@
-"""A module's view of a shared config in which some sizes are those of the rank's shards."""
+"""What a module sees of its config and class: sizes of the rank's shards, and the stock class behind a subclass."""
 
 from __future__ import annotations
 

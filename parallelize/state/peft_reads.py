@@ -1,4 +1,4 @@
-"""Functions of PEFT that would read the weights of layers of which this rank stores shards, or none.
+"""What PEFT would do with layers of which this rank stores shards, or none, and with prompts that nothing reduces.
 
 Linears have the sizes of the full ones; what computes with a full weight is refused by name. PEFT is not imported: what is not
 imported when a model is planned, cut or sharded is as its authors wrote it.
@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.mesh import DATA_AXES
 from parallelize.base.patches import active as patches
+from parallelize.comm.meshes import mesh_spec
 from parallelize.state.records import applied
 
 _FIRST = "before the plan: model = get_peft_model(model, config), then parallelize_model(model, mesh)"
@@ -103,3 +105,37 @@ def _refuse_of_shards(cls: Any, name: str, module_of: Callable[..., Any], fix: s
         return stock(self, *args, **kwargs)
 
     patches.change(cls, name, lambda: refusing, _refuse_of_shards)
+
+
+# -- later prompts ---------------------------------------------------------------------------------------------------
+# Prompts that PEFT puts around a model whose gradients are summed over data ranks: nothing sums theirs. PEFT is not
+# imported: what is not imported when data axes are applied is as its authors wrote it.
+
+
+def refuse_later_prompts() -> None:
+    """Let PEFT, where it is imported, refuse prompts that train beside such a model."""
+    model: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    if model is not None:
+        patches.replace(model, "get_prompt", _checked)
+
+
+def _checked(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.get_prompt`, which every forward calls. Raises: ModelError `added-parameter`."""
+
+    def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
+        _check(peft_model)
+        return stock(peft_model, *args, **kwargs)
+
+    return get_prompt
+
+
+def _check(peft_model: Any) -> None:
+    data = applied(peft_model.get_base_model()).data
+    if data is None or applied(peft_model).data is not None or not torch.is_grad_enabled():
+        return
+    encoder = peft_model.prompt_encoder[peft_model.active_adapter]
+    trains = any(parameter.requires_grad for parameter in encoder.parameters())
+    if trains and mesh_spec(data.mesh).ranks(*DATA_AXES) > 1:
+        what = "prompts were added after data axes were applied, whose gradients nothing sums over data ranks"
+        fix = "get_peft_model(model, config) first, then parallelize_model or shard_data"
+        raise ModelError(Problem("added-parameter", what, fix=fix))

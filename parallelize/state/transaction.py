@@ -1,4 +1,4 @@
-"""Restores a module tree when a change to it fails halfway."""
+"""Changes to a module tree: undone when one fails halfway, and without a search for garbage while many objects are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's guard against weights that are changed between forward and backward, for planned parameters.
+"""Writes to planned parameters, by an optimizer or by `.data = values`: to the shard, and counted, as autograd counts them.
 
 Autograd raises an error in backward if a tensor that forward saved was written to since; it compares version counters. A planned
 forward saves the local tensor of a parameter, and an optimizer that writes to the DTensor changes the counter of the DTensor

@@ -34,7 +34,7 @@ from parallelize.comm.handshake import agree_on
 from parallelize.comm.meshes import mesh_spec, require_names, with_tp
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
-from parallelize.plan.models.checked_module import require_module
+from parallelize.plan.models.wrapped_models import require_module
 from parallelize.plan.options import Options, options_of
 from parallelize.plan.parameter_shards import shards_of
 from parallelize.plan.resolve import resolve

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from parallelize.axes.context.context_parallel import apply_context, check_context, on_context
 from parallelize.axes.tensor.install.added_adapters import plan_later_adapters
 from parallelize.axes.tensor.install.installer import Installer
-from parallelize.axes.tensor.install.later_resizing import serve_resizing
 from parallelize.axes.tensor.install.module_checks import problems_of_modules
 from parallelize.axes.tensor.install.peft_prompts import unserved_prefixes
+from parallelize.axes.tensor.install.replaced_layers import serve_resizing
 from parallelize.axes.tensor.overlap_sites import PlannedCallSite, asks_for_symmetric_memory, check_call_sites
 from parallelize.axes.tensor.torch_styles import tensor_guards as _tensor_guards  # noqa: F401 - its rows
 from parallelize.axes.tensor.torch_styles.dicts import apply_styles, keys_replaced
@@ -42,7 +42,7 @@ from parallelize.comm.handshake import TIMEOUT_S, InputCheck, agree_on
 from parallelize.comm.meshes import fold_mesh, mesh_spec, tp_mesh
 from parallelize.ops.matmul import symmetric_memory
 from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.models.checked_module import require_module
+from parallelize.plan.models.wrapped_models import require_module
 from parallelize.plan.options import Options, wrong_folding
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelize.base.terminal.console import PROBLEM_FOUND, add_json, print_json, show
-from parallelize.watchdog.report_file import bad_report, crash_file, read_states
-from parallelize.watchdog.verdict import State, call_text, judge, waiting_text
+from parallelize.watchdog.verdict import State, bad_report, call_text, crash_file, judge, read_states, waiting_text
 
 _LAST_CALLS = 4
 

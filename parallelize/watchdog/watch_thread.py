@@ -18,9 +18,8 @@ from parallelize.base.errors import Problem
 from parallelize.watchdog.call_gate import CallGate
 from parallelize.watchdog.call_log import CallLog
 from parallelize.watchdog.rank_state import StandingThread, call_data, identity, process_state, rank_state, waiting_call
-from parallelize.watchdog.report_file import crash_file, remove_if_empty, write_state
 from parallelize.watchdog.store_channel import LOST, StoreChannel
-from parallelize.watchdog.verdict import State, call_text, judge
+from parallelize.watchdog.verdict import State, call_text, crash_file, judge, remove_if_empty, write_state
 
 STOPPED_STATUS = 70
 """The exit status of a rank that is ended by its watch (EX_SOFTWARE of sysexits.h)."""

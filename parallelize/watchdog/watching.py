@@ -24,8 +24,8 @@ from parallelize.watchdog.call_gate import COLLECTIVES_DIFFER, CallGate
 from parallelize.watchdog.call_log import CallLog
 from parallelize.watchdog.call_patches import Undo, record_calls
 from parallelize.watchdog.rank_state import is_user_code, line_of, rank_state
-from parallelize.watchdog.report_file import crash_file, remove_if_empty, write_state
 from parallelize.watchdog.store_channel import LOST, StoreChannel
+from parallelize.watchdog.verdict import crash_file, remove_if_empty, write_state
 from parallelize.watchdog.watch_thread import COLLECT_S, GRACE_S, WatchedRank, WatchThread
 
 TIMEOUT_S = 300.0

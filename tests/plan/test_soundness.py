@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallelize import ModelError, ParallelizeError, PlanError, load_plan
-from parallelize.axes.tensor.layers.rms_norm import check_rms_norm
+from parallelize.axes.tensor.layers.norms import check_rms_norm
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.model_facts import describe
 from parallelize.plan.plan_file import parse_plan

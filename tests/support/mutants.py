@@ -21,8 +21,8 @@ from parallelize.plan.styles.style import StyleText
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.linting import findings
 from parallelize.tools.analysis.subject import Subject
+from parallelize.tools.verification.compare import Verification
 from parallelize.tools.verification.configuration import Request, build_configuration
-from parallelize.tools.verification.result import Verification
 from parallelize.tools.verification.verify import verify
 
 SWAPS = {  # styles that a user could confuse with a style

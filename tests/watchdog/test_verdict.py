@@ -9,8 +9,7 @@ import pytest
 
 from parallelize.base.errors import ParallelizeError
 from parallelize.cli import main
-from parallelize.watchdog.report_file import crash_file, read_states, write_state
-from parallelize.watchdog.verdict import blame, call_text, judge
+from parallelize.watchdog.verdict import blame, call_text, crash_file, judge, read_states, write_state
 from tests.support.refused import refused
 
 

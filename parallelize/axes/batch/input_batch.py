@@ -7,18 +7,19 @@ axis.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.axes.batch.row_inputs import FIRST, TARGETS, RowInputs, first_with_rows, is_array, row_inputs
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.plan.models.nested_tensors import attributes_of
 from parallelize.plan.models.signature_inputs import cache_off
 from parallelize.plan.models.wrapped_models import forward_signature
 
@@ -159,3 +160,177 @@ def _named_whole(whole: Collection[str] | Mapping[str, bool]) -> dict[str, bool]
 
 def _as_tensor(leaf: Any) -> Any:
     return torch.as_tensor(leaf) if is_array(leaf) and leaf.dtype.kind in "biuf" else leaf
+
+
+# -- row inputs ------------------------------------------------------------------------------------------------------
+# Which inputs of a step have an entry for each sequence, and their parts for some of the sequences. tensors, NumPy
+# arrays [batch, ..], narrowed along dim 0 lists, tuples one entry a sequence, sliced; of tensors [batch, ..] they
+# only hold them dicts and other nesting what they hold, by the same rules objects never split: those that hold
+# tensors [batch, ..] are refused
+
+
+FIRST = ("input_ids", "inputs_embeds")
+"""Names of `transformers` for what a model is called with."""
+ROWS, WHOLE, UNCLEAR = "rows", "whole", "unclear"
+TARGETS = "targets"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value inside an input.
+
+    Attributes:
+        name: of the input, or "targets". kind: whether it has an entry for each sequence (`ROWS`), or is the same for all
+            (`WHOLE`); `UNCLEAR` if either may be.
+    """
+
+    name: str
+    value: Any
+    kind: str
+
+    def part(self, start: int, stop: int) -> Any:
+        """What it has for the sequences from `start` to `stop`."""
+        if self.kind != ROWS:
+            return self.value
+        return self.value.narrow(0, start, stop - start) if isinstance(self.value, T) else self.value[start:stop]
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """The inputs and targets of a step by rows.
+
+    Attributes:
+        size: number of sequences.
+        inputs: by name, and the targets by "targets": leaves and structure.
+    """
+
+    size: int
+    inputs: Mapping[str, tuple[list[Leaf], Any]]
+
+    def part(self, start: int, stop: int) -> dict[str, Any]:
+        """The inputs, and the "targets", for the sequences from `start` to `stop`."""
+        return {
+            name: private.tree_unflatten([leaf.part(start, stop) for leaf in leaves], structure)
+            for name, (leaves, structure) in self.inputs.items()
+        }
+
+    def refuse_unclear(self) -> None:
+        """Refuse what may have the size of the batch by chance, and what cannot be split. Raises: ShapeError `unclear-batch-dim`."""
+        for leaves, _ in self.inputs.values():
+            for leaf in leaves:
+                if leaf.kind == UNCLEAR:
+                    raise ShapeError(_unclear(leaf, self.size))
+
+
+def row_inputs(named: Mapping[str, Any], first: Any, whole: Mapping[str, bool]) -> RowInputs:
+    """Describe inputs and targets by rows.
+
+    Args:
+        named: the inputs by name, and the targets by "targets".
+        first: the tensor or array whose dim 0 is the batch.
+        whole: names to whether every microbatch gets them in full.
+    """
+    return RowInputs(first.shape[0], {name: _leaves(name, value, first, whole) for name, value in named.items()})
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a NumPy array, which is not imported for that."""
+    return hasattr(value, "__array_interface__") and hasattr(value, "dtype")
+
+
+def _has_rows(value: Any, size: int) -> bool:
+    """Whether a value is [batch, ..]."""
+    return (isinstance(value, T) or is_array(value)) and value.ndim > 0 and value.shape[0] == size
+
+
+def first_with_rows(inputs: Mapping[str, Any], whole: Mapping[str, bool]) -> Any:
+    """The tensor or array whose dim 0 is the batch: token ids or embeddings, of another model the first, or the first that an object has.
+
+    Raises: ShapeError `no-inputs`.
+    """
+    ordered = sorted(
+        (item for item in inputs.items() if not whole.get(item[0], False)), key=lambda i: i[0] not in FIRST
+    )
+    leaves = [
+        leaf for _, value in ordered for leaf in ((value,) if isinstance(value, T) else private.tree_leaves(value))
+    ]
+    members = (member for leaf in leaves for member in _members(leaf))  # of objects, if that is all
+    for value in chain(leaves, members):
+        if (isinstance(value, T) or is_array(value)) and value.ndim:
+            return value
+    what = "no tensor with a batch was passed to the step"
+    raise ShapeError(Problem("no-inputs", what, fix="step(input_ids=..., targets=...)"))
+
+
+def _leaves(name: str, value: Any, first: Any, whole: Mapping[str, bool]) -> tuple[list[Leaf], Any]:
+    is_listed = partial(_has_entry_for_each_row, size=first.shape[0])
+    values, structure = private.tree_flatten(value, is_leaf=is_listed)
+    clear = name == TARGETS and isinstance(value, T)
+    return [Leaf(name, leaf, _kind(name, leaf, first, whole, clear)) for leaf in values], structure
+
+
+def _has_entry_for_each_row(value: Any, size: int) -> bool:
+    """Whether a list or tuple may have one entry for each sequence. One of tensors [batch, ..] holds these instead."""
+    if not isinstance(value, (list, tuple)) or len(value) != size or isinstance(value, torch.Size):
+        return False
+    tensors = [leaf for leaf in private.tree_leaves(value) if isinstance(leaf, T) or is_array(leaf)]
+    return not hasattr(value, "_fields") and not (tensors and all(_has_rows(leaf, size) for leaf in tensors))
+
+
+def _kind(name: str, leaf: Any, first: Any, whole: Mapping[str, bool], is_clear: bool) -> str:
+    size = first.shape[0]
+    if whole.get(name, False):
+        return WHOLE
+    if isinstance(leaf, (list, tuple)) and _has_entry_for_each_row(leaf, size):
+        return ROWS if name in whole else UNCLEAR
+    if _has_rows(leaf, size):
+        return ROWS if is_clear or name in whole or leaf is first or not _is_unclear(name, leaf, first) else UNCLEAR
+    return UNCLEAR if any(_has_rows(member, size) for member in _members(leaf)) else WHOLE
+
+
+def _members(value: Any) -> Iterator[Any]:
+    """What an object holds that is no container of PyTorch's."""
+    if not isinstance(value, T) and not is_array(value):
+        members = value if isinstance(value, Mapping) else attributes_of(value)
+        yield from members.values()
+
+
+def _is_unclear(name: str, leaf: Any, first: Any) -> bool:
+    """Whether the dim 0 of a tensor or array may be another dim than that of the batch, which has the same size.
+
+    A vector of numbers may be one of classes; where there are as many sequences as tokens, a vector may be one of positions,
+    and a square a mask of tokens by tokens. Names of `transformers` for tensors [batch, tokens] are known.
+    """
+    batch = first.shape[0]
+    if first.ndim == 1:
+        return False
+    is_square, holds_ids = first.shape[1] == batch, _kind_of_numbers(leaf) == "integer"
+    if leaf.ndim == 1:
+        return _kind_of_numbers(leaf) == "floating" or is_square
+    return is_square and tuple(leaf.shape) == (batch, batch) and not holds_ids and name != "attention_mask"
+
+
+def _kind_of_numbers(leaf: Any) -> str:
+    if isinstance(leaf, T):
+        is_floating, is_bool = leaf.is_floating_point() or leaf.is_complex(), leaf.dtype == torch.bool
+    else:
+        is_floating, is_bool = leaf.dtype.kind in "fc", leaf.dtype.kind == "b"
+    return "floating" if is_floating else "bool" if is_bool else "integer"
+
+
+def _unclear(leaf: Leaf, size: int) -> Problem:
+    shown, value = leaf.name, leaf.value
+    everyone = f'whole={{"{shown}": True}} if every microbatch needs all of it'
+    splits = f'whole={{"{shown}": False}} if it has a value for each of the {size} sequences, which are split'
+    if isinstance(value, T) or is_array(value):
+        what = f"{shown} {list(value.shape)} has the size of the batch, {size}, and may be no batch"
+    elif isinstance(value, (list, tuple)):
+        what = f"{shown}, a {type(value).__name__}, has as many entries as the batch has sequences, {size}, and may be no batch"
+    else:
+        what = f"{shown}, a {type(value).__name__}, holds tensors of the size of the batch, {size}, and is not split"
+        splits = "pass its tensors as inputs of their own, or in a dict, if they are split"
+    return Problem(
+        "unclear-batch-dim",
+        f"{what}: it is not clear whether it is split into microbatches",
+        fix=f"{splits}; {everyone}",
+    )

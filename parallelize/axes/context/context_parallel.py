@@ -16,12 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.axes.batch.input_batch import InputBatch
 from parallelize.axes.context.cached_calls import CachedCall, logits_on_every_rank
 from parallelize.axes.context.forward_state import Context, ContextAttention, attention_of, context_of
-from parallelize.axes.context.full_masks import config_with_masks, register_masks
 from parallelize.axes.context.gathered_modules import GATHERED, check_masks, check_overlap, install_gathered
-from parallelize.axes.context.inputs import ContextInputs, is_registered
+from parallelize.axes.context.inputs import ContextInputs, config_with_masks, is_registered, register_masks
 from parallelize.axes.context.stock_attention import NAME, forward_over_context, refuse_unplanned, register
 from parallelize.axes.tensor.attention_calls import AttentionCalls
-from parallelize.axes.tensor.refused_outputs import refuse_attentions
+from parallelize.axes.tensor.dtensor_boundary import refuse_attentions
 from parallelize.axes.tensor.region import Region
 from parallelize.axes.vocabulary.generation.transformers_generate import install_generation
 from parallelize.base.errors import MeshError, ModelError, Problem

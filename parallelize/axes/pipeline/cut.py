@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallelize.axes.pipeline.absent_parameters import drop_parameters
-from parallelize.axes.pipeline.stage_adapters import StageAdapters
+from parallelize.axes.pipeline.stage_adapters import StageAdapters, drop_parameters
 from parallelize.axes.zero.router_loss import refuse_router_loss, share_router_loss
 from parallelize.base.errors import MeshError, ModelError, Problem
 from parallelize.base.patches import active as patches

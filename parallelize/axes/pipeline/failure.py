@@ -19,7 +19,7 @@ from torch import nn
 
 from parallelize.base.errors import PipelineError, Problem, ShapeError
 from parallelize.base.torch_private.torch_groups import default_store
-from parallelize.ops.vocabulary.vocabulary_shard import check_ids
+from parallelize.ops.vocabulary.class_targets import check_ids
 from parallelize.watchdog.watching import follows_from_another_rank
 
 _KEY = "parallelize/stage-failed"

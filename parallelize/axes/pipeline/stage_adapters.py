@@ -7,20 +7,24 @@ belongs to other stages is dropped, and the plan over `tp` gets the rest.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize.axes.pipeline.absent_parameters import drop_parameters, show_absent_to_peft
 from parallelize.axes.pipeline.ties import mark_stages
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.patches import active as patches
 from parallelize.comm.handshake import agree_on
-from parallelize.plan.adapters import BASE, ORIGINAL, copied_layers, is_adapter_parameter
+from parallelize.plan.adapters import BASE, ORIGINAL, copied_layers, is_adapter_parameter, prompt_encoders
 from parallelize.plan.grown_facts import with_adapters
 from parallelize.plan.model_facts import ModelFacts, describe
 from parallelize.plan.resolve import resolve_again
@@ -143,3 +147,116 @@ def active_adapters(layers: Sequence[Any]) -> str:
     """Which adapters layers add: these decide which activations have gradients, and are the same on all stages."""
     names = {(*layer.active_adapters, layer.disable_adapters) for layer in layers if hasattr(layer, "disable_adapters")}
     return str(sorted(map(str, names)))
+
+
+# -- absent parameters -----------------------------------------------------------------------------------------------
+# What a stage's forward reads of the parameters of modules on other stages, outside of their calls. Some forwards ask
+# for the device or dtype of the embedding's weight on every stage. They get NaN of its shape, which takes the memory
+# of one element. A forward that reads values computes NaN, which is an error of the step. Outside of the forward of a
+# stage the parameters are None, as initializers and state dicts expect.
+
+
+class AbsentParameters:
+    """Those of the units of other stages; of layers not those of modules inside, which are many and which nothing outside reads.
+
+    Args:
+        module: the root, after `cut_pipeline`.
+        cut: its record.
+    """
+
+    def __init__(self, module: nn.Module, cut: Cut):
+        self.parameters: list[tuple[nn.Module, str, tuple[int, ...], torch.dtype]] = []
+        facts = cut.facts
+        embeddings = (f"{name}.embedding" for name in prompt_encoders(facts))  # PEFT asks for its device
+        units = [unit for unit in (*cut.stages.units, *embeddings) if unit in facts.aliases and not cut.present(unit)]
+        layers = cut.stages.cuts.layers
+        inside = [f"{unit}." for unit in units if unit and not (layers and unit.rpartition(".")[0] == layers)]
+        # as ViT's `patch_embeddings.projection`
+        inner = (name for name in facts.aliases if name.startswith(tuple(inside)))
+        for name in dict.fromkeys((*units, *inner)):
+            for key, shape in facts.modules[facts.aliases[name]].shapes.items():
+                dtype = getattr(torch, facts.parameters[facts.owners[f"{name}.{key}"]].dtype)
+                if dtype.is_floating_point:
+                    self.parameters.append((module.get_submodule(name), key, shape, dtype))
+
+    @contextmanager
+    def shown(self, device: torch.device) -> Iterator[None]:
+        """Within it, attributes of the modules are these tensors, on `device`."""
+        for owner, key, shape, dtype in self.parameters:
+            owner.__dict__[key] = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+        try:
+            yield
+        finally:
+            for owner, key, _, _ in self.parameters:
+                owner.__dict__.pop(key, None)
+
+
+def drop_parameters(module: nn.Module) -> None:
+    """Set all parameters and buffers of a module to None. Their shapes stay in its record."""
+    for inner in module.modules():
+        new = {key: (tuple(p.shape), p.dtype) for key, p in inner._parameters.items() if p is not None}
+        if new:
+            mark_applied(inner, absent={**applied(inner).absent, **new})
+            # some modules print the shape of their weight
+            inner.__dict__["extra_repr"] = partial(str, "on another stage")
+        if BASE in inner._modules:
+            inner.__dict__ |= {"merge": MethodType(_mark_merged, inner), "unmerge": MethodType(_mark_unmerged, inner)}
+        for name in inner._parameters:
+            inner._parameters[name] = None
+        for name in inner._buffers:
+            inner._buffers[name] = None
+
+
+def _mark_merged(layer: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    """What PEFT's `merge` leaves of a layer that another stage has."""
+    layer.merged_adapters = list(adapter_names or layer.active_adapters)
+
+
+def _mark_unmerged(layer: Any) -> None:
+    layer.merged_adapters = []
+
+
+def show_absent_to_peft() -> None:
+    """Let PEFT, where it is imported, make adapters of layers of other stages: it reads the shape, dtype and device of their weights."""
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is not None:
+        patches.replace(tuners.BaseTuner, "inject_adapter", _with_absent_weights)
+    if hasattr(tuners, "_set_layer_requires_grad"):
+        patches.replace(tuners, "_set_layer_requires_grad", _of_present)
+
+
+def _of_present(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """PEFT's function that freezes or unfreezes an adapter, which in a dictionary of parameters is None where it is absent."""
+
+    def set_requires_grad(layer: Any, requires_grad: bool) -> None:
+        if layer is not None:
+            stock(layer, requires_grad)
+
+    return set_requires_grad
+
+
+def _with_absent_weights(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def inject_adapter(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _as_parameters(model):
+            return stock(self, model, *args, **kwargs)
+
+    return inject_adapter
+
+
+@contextmanager
+def _as_parameters(model: nn.Module) -> Iterator[None]:
+    """Within it, absent parameters are NaN of their shapes, which takes the memory of one element."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    absent = [module for module in model.modules() if applied(module).absent]
+    shown: dict[nn.Module, set[str]] = {}
+    for module in absent:
+        for key, (shape, dtype) in applied(module).absent.items():
+            if key in module._parameters and module._parameters[key] is None:
+                value = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+                module._parameters[key] = nn.Parameter(value.expand(shape), requires_grad=False)
+                shown.setdefault(module, set()).add(key)
+    try:
+        yield
+    finally:
+        for module, keys in shown.items():
+            module._parameters.update(dict.fromkeys(keys))

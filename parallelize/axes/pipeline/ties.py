@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from parallelize.axes.zero.buckets import as_gradient, to_local
-from parallelize.axes.zero.other_optimizers import watch_optimizers
+from parallelize.axes.zero.data_guards import watch_optimizers
 from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.errors import HandshakeError, Problem
 from parallelize.comm.groups import Group, group_for
 from parallelize.comm.handshake import TIMEOUT_S, compare_facts, digest
+from parallelize.plan.resolve import tied_parameters
 from parallelize.plan.schema import Plan, Tie
-from parallelize.plan.tied_parameters import tied_parameters
 from parallelize.state.layout_tensor.layout_dtensor import wrap_like
 from parallelize.state.loop.clip import serve_stock_clip
 from parallelize.state.loop.grad_scaler import agree_over_stages

@@ -41,10 +41,9 @@ from parallelize.comm.handshake import agree_on
 from parallelize.ops.replay_cache import in_recompute, remembered, replay_key
 from parallelize.plan.options import Options
 from parallelize.plan.plan_file import load_plan
-from parallelize.plan.resolve import for_model
+from parallelize.plan.resolve import for_model, recompute_units
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
-from parallelize.plan.units import recompute_units
 from parallelize.state.records import facts_of, mark_applied, pipeline_cut, record_of, resolution_so_far
 
 __all__ = [

@@ -7,6 +7,8 @@ this package's collectives.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,3 +82,91 @@ class _GatheredDTensor(Function):
         else:
             local = grad.redistribute(placements=(Shard(dim),)).to_local()
         return local, None, None, None
+
+
+# -- watched dtensor -------------------------------------------------------------------------------------------------
+# What code asks of a DTensor that a style returns or passes by default: of most, nothing that a plain tensor would
+# answer otherwise. PyTorch's styles hand DTensors to the code of a model, which may compute with them. Most code
+# passes them on to planned modules, some of it through functions that no reader of the forward's text would find. The
+# first forward therefore notes what is asked of the DTensor. Where that is nothing but what a plain tensor answers
+# alike, later forwards get a plain one, which costs no dispatch.
+
+
+SHARD = frozenset(
+    ("ndim", "dim", "dtype", "device", "is_cuda", "is_floating_point", "requires_grad")
+    + ("__class__", "__torch_function__")  # which Python and PyTorch look up by themselves
+)
+"""What an even shard answers as its DTensor does."""
+FULL = SHARD | {"shape", "size", "numel"}
+"""What a full tensor answers as its replicated DTensor does."""
+
+
+class Questions:
+    """What the code of one model has asked of the DTensors of one place, in forwards with gradients and in others.
+
+    Args:
+        answered_alike: names of attributes and functions for which a plain tensor does as well.
+    """
+
+    __slots__ = ("_answered_alike", "_asked", "_needs_no_dtensor")
+
+    def __init__(self, answered_alike: frozenset[str]):
+        self._answered_alike = answered_alike
+        self._asked: dict[bool, set[str]] = {}  # by whether gradients are on, as is the next
+        self._needs_no_dtensor: dict[bool, bool] = {}
+
+    def need_no_dtensor(self) -> bool:
+        """Whether an earlier forward of this mode has shown that a plain tensor will do."""
+        mode = torch.is_grad_enabled()
+        if mode in self._asked:
+            self._needs_no_dtensor[mode] = self._asked.pop(mode) <= self._answered_alike
+        return self._needs_no_dtensor.get(mode, False)
+
+    def watched(self, dtensor: DTensor) -> DTensor:
+        """The same object; in the first forward of a mode, one that notes what is asked of it."""
+        mode = torch.is_grad_enabled()
+        if type(dtensor) is DTensor and mode not in self._needs_no_dtensor and not torch.compiler.is_compiling():
+            dtensor.__dict__["asked"] = self._asked.setdefault(mode, set())
+            dtensor.__class__ = WatchedDTensor
+        return dtensor
+
+    def __deepcopy__(self, memo: dict) -> Questions:
+        return memo.setdefault(id(self), Questions(self._answered_alike))
+
+
+class WatchedDTensor(DTensor):
+    """A DTensor that notes which of its attributes are read, and which functions of torch are called with it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        _asked_of(self).add(name)
+        return super().__getattribute__(name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name != "__get__":  # of an attribute, which is noted by its name
+            for leaf in private.tree_leaves((args, kwargs)):
+                if type(leaf) is WatchedDTensor:
+                    _asked_of(leaf).add(name)
+        with private.plain_functions():
+            return func(*args, **(kwargs or {}))
+
+
+def _asked_of(dtensor: WatchedDTensor) -> set[str]:
+    return object.__getattribute__(dtensor, "__dict__")["asked"]
+
+
+def needs_placement(x: Any, source: Placement) -> None:
+    """Note that a planned module, which takes plain inputs for `source`, got a DTensor of another placement, which alone says so."""
+    if isinstance(x, DTensor) and "asked" in x.__dict__ and x.placements != (source,):
+        x.__dict__["asked"].add("placements")
+
+
+@contextmanager
+def read_by_plan(x: WatchedDTensor) -> Iterator[None]:
+    """A block in which a planned module converts its input, which code has passed to it: nothing else is noted."""
+    x.__class__ = DTensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        x.__class__ = WatchedDTensor

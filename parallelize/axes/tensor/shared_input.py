@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from parallelize.axes.tensor.dtensor_handover import WatchedDTensor, read_by_plan
 from parallelize.axes.tensor.overlap_sites import CallSite
 from parallelize.axes.tensor.region import Region
-from parallelize.axes.tensor.watched_dtensor import WatchedDTensor, read_by_plan
 from parallelize.base.layout import even_interval
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.base.torch_private.torch_tensors import plain_local

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallelize.axes.zero.buckets import to_local
+from parallelize.axes.zero.data_guards import refuse_steps
 from parallelize.axes.zero.data_ranks import DataOptions, DataRanks, DataRanksOf
 from parallelize.axes.zero.fsdp import FsdpEngine
 from parallelize.axes.zero.optimizer_shards import OptimizerShard
-from parallelize.axes.zero.other_optimizers import refuse_steps
 from parallelize.axes.zero.reduced_parameters import (
     RefusesCasts,
     cast_parameters,

@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from parallelize.axes.vocabulary.loss.losses import deferred_heads, watch_writes
 from parallelize.axes.zero.collective_order import UnitOrder
 from parallelize.axes.zero.data_ranks import DataOptions, DataRanksOf
-from parallelize.axes.zero.parameter_writes import refuse_writes
 from parallelize.axes.zero.reducer import BatchNormSync, Reducer
 from parallelize.axes.zero.replicas import data_group
 from parallelize.axes.zero.unit_groups import forget_unsharded_gradients, has_run, reduce_outside_backward, unit_groups
-from parallelize.axes.zero.unused_parameters import UnusedParameters
+from parallelize.axes.zero.unused_parameters import UnusedParameters, refuse_writes
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import axis_group

@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.axes.zero import data_guards as _data_guards  # noqa: F401 - its rows
 from parallelize.axes.zero.added_parameters import AddedParameters, add_to_sharded_units
+from parallelize.axes.zero.data_guards import refuse_steps
 from parallelize.axes.zero.data_ranks import DataOptions, DataRanksOf
 from parallelize.axes.zero.fsdp import FsdpEngine, apply_fsdp
 from parallelize.axes.zero.optimizer_shards import OptimizerShard
-from parallelize.axes.zero.other_optimizers import refuse_steps
 from parallelize.axes.zero.reduced_parameters import (
     RefusesCasts,
     cast_parameters,
@@ -48,10 +48,9 @@ from parallelize.comm.handshake import agree_on
 from parallelize.comm.meshes import mesh_spec
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.local_rows import check_batch_parts
-from parallelize.plan.models.checked_module import require_module
-from parallelize.plan.resolve import for_model
+from parallelize.plan.models.wrapped_models import require_module
+from parallelize.plan.resolve import for_model, zero_units
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.units import zero_units
 from parallelize.state.guards.guard_table import REDUCED, RESOLVED, SHARDED, Guarded, set_up
 from parallelize.state.loop.clip import serve_several_meshes
 from parallelize.state.records import applied, facts_of, mark_applied, record_of, resolution_so_far

@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from blake3 import blake3
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, did_you_mean
-from parallelize.checkpoint.export.changed_tensors import Digests, changed_names, digests_of
-from parallelize.checkpoint.export.exchange import Receivers
+from parallelize.checkpoint.export.exchange import LocalValues, Receivers, Values, view_of
 from parallelize.checkpoint.export.iteration import BucketIterator
-from parallelize.checkpoint.export.local_values import LocalValues, Values, view_of
-from parallelize.checkpoint.export.remembered_exporters import planned_before, remember
 from parallelize.checkpoint.export.rounds import Rounds
 from parallelize.checkpoint.export.weight_buckets import (
     BucketPlan,
@@ -25,11 +24,11 @@ from parallelize.checkpoint.export.weight_buckets import (
     bucket_plans,
     selected,
 )
-from parallelize.checkpoint.format.device_pieces import torch_dtype
+from parallelize.checkpoint.format.device_pieces import bytes_of, torch_dtype
+from parallelize.checkpoint.hub.adapter_folder import adapter_state, refuse_unmerged
 from parallelize.checkpoint.hub.described_tensors import owned_by_rank, tensors_of_model
 from parallelize.checkpoint.hub.folder import HubTensor, parse_size
 from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
-from parallelize.checkpoint.hub.saved_adapters import adapter_state, refuse_unmerged
 from parallelize.checkpoint.hub.tensor_messages import (
     HubTensors,
     OwnedBoxes,
@@ -43,6 +42,7 @@ from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_paralle
 from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.meshes import mesh_spec
 from parallelize.state.full_values import reshard_units
+from parallelize.state.records import applied, mark_applied
 from parallelize.state.transaction import gc_paused
 
 T = torch.Tensor
@@ -343,3 +343,118 @@ def _check_alike(answers: list[Any]) -> None:
         what = f"rank {other} does not export the same tensors, in the same buckets, as the first rank"
         fix = "pass the same names, bucket, dtype, only and changed on every rank; only `receive` may differ"
         raise CheckpointError(Problem("export-differs", what, fix=fix))
+
+
+# -- changed tensors -------------------------------------------------------------------------------------------------
+# Which tensors of the model have changed since the last complete export: by the digests of what each rank owns.
+
+_BLOCK_BYTES = 64 << 20
+Digests = dict[str, bytes]
+
+
+@torch.no_grad()
+def digests_of(local: LocalValues, values: Values) -> Digests:
+    """Name in the model -> digest of the elements that this rank owns: exact, whatever has written them."""
+    return {name: _digest_of_values(views) for name, views in local.owned(values)}
+
+
+def _digest_of_values(values: list[T]) -> bytes:
+    hasher = blake3()
+    for value in values:
+        flat = value.detach().reshape(-1)
+        size = max(1, _BLOCK_BYTES // flat.element_size())
+        for block in flat.split(size) if flat.numel() else ():  # in blocks, because of the copy from an accelerator
+            hasher.update(bytes_of(block.cpu().contiguous()))
+    return hasher.digest()
+
+
+def changed_names(before: Digests, now: Digests) -> list[str]:
+    """The names whose digests differ, or that are new."""
+    return [name for name, digest in now.items() if before.get(name) != digest]
+
+
+# -- remembered exporters --------------------------------------------------------------------------------------------
+# Exporters that calls of `export_weights` have built: a later call of the same ranks uses one again.
+
+_MOST = 4
+Settings = tuple[Any, ...]
+
+
+class Exporter(Protocol):
+    """What is asked of a `WeightExporter` here. `key`: what its plan is called on every rank."""
+
+    @property
+    def key(self) -> str: ...
+
+    def is_current(self) -> bool: ...
+
+    def use(self, sync: RankSync) -> None: ...
+
+
+class _Remembered(NamedTuple):
+    """An exporter, and what the model was like when it was built."""
+
+    exporter: Exporter
+    names_depend_on: tuple[type, Any]
+    steps: tuple[Any, ...]
+
+
+class RememberedExporters:
+    """Settings of `export_weights` -> the exporter that was built with them. A copy of a model has none."""
+
+    def __init__(self) -> None:
+        self.by_settings: dict[Settings, _Remembered] = {}
+
+    def __deepcopy__(self, memo: dict) -> RememberedExporters:
+        return RememberedExporters()
+
+    def __reduce__(self) -> Any:
+        return RememberedExporters, ()
+
+
+def planned_before(module: nn.Module, settings: Settings, sync: RankSync) -> Any:
+    """The exporter that an earlier call has built, if every rank still has it, else None. A collective.
+
+    Args:
+        settings: the arguments of this rank. sync: of all ranks, which the exporter uses from now on.
+    """
+    try:
+        exporter = _current(module, settings)
+    except Exception:  # this rank must reach the exchange; planning anew reports what is wrong, on every rank
+        exporter = None
+    keys = sync.all_gather(exporter.key if exporter is not None else None)
+    if exporter is None or any(key != exporter.key for key in keys):
+        return None
+    exporter.use(sync)
+    return exporter
+
+
+def remember(module: nn.Module, settings: Settings, exporter: Exporter) -> None:
+    """Let later calls use this exporter."""
+    before = applied(module).exporters
+    exporters = before if isinstance(before, RememberedExporters) else RememberedExporters()
+    if len(exporters.by_settings) >= _MOST:
+        exporters.by_settings.clear()
+    exporters.by_settings[settings] = _Remembered(exporter, _names_depend_on(module), _steps_of(module))
+    mark_applied(module, exporters=exporters)
+
+
+def _current(module: nn.Module, settings: Settings) -> Exporter | None:
+    exporters = applied(module).exporters
+    remembered = exporters.by_settings.get(settings) if isinstance(exporters, RememberedExporters) else None
+    if remembered is None or not remembered.exporter.is_current():
+        return None
+    same_steps = all(a is b for a, b in zip(remembered.steps, _steps_of(module), strict=True))
+    return remembered.exporter if same_steps and remembered.names_depend_on == _names_depend_on(module) else None
+
+
+def _names_depend_on(module: nn.Module) -> tuple[type, Any]:
+    """What names, ties and conversions depend on besides the tensors: the class and the config."""
+    config: Any = getattr(module, "config", None)
+    return type(module), config.to_dict() if hasattr(config, "to_dict") else None
+
+
+def _steps_of(module: nn.Module) -> tuple[Any, ...]:
+    """The records of what was applied to the model, which are replaced and never changed."""
+    record = applied(module)
+    return record.resolved, record.cut, record.plan, record.data

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from parallelize.base.errors import CheckpointError
-from parallelize.checkpoint.export.exchange import BucketExchange, Receivers, StagingBuffer
-from parallelize.checkpoint.export.local_values import Values
+from parallelize.checkpoint.export.exchange import BucketExchange, Receivers, StagingBuffer, Values
 from parallelize.checkpoint.export.rounds import Rounds
 from parallelize.checkpoint.export.weight_buckets import BucketPlan, WeightBucket
 

@@ -21,7 +21,7 @@ import torch
 
 from parallelize.base.files.boxes import Box, shape_of
 from parallelize.base.files.digests import BLOCK_BYTES
-from parallelize.checkpoint.format import dtypes
+from parallelize.checkpoint.format import header as dtypes
 
 T = torch.Tensor
 PIECE_BYTES = 2 * BLOCK_BYTES

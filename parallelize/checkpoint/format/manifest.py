@@ -19,8 +19,7 @@ from parallelize.base.files.boxes import Box, contains, full_box, overlapping, v
 from parallelize.base.files.digests import DIGEST_BYTES, digest_of
 from parallelize.base.files.paths import check_name, open_file, read_small
 from parallelize.base.files.strict_json import read_json, write_json
-from parallelize.checkpoint.format.dtypes import SIZES
-from parallelize.checkpoint.format.header import FileInfo
+from parallelize.checkpoint.format.header import SIZES, FileInfo
 
 NAME = "manifest.json"
 FORMAT, VERSION = "parallelize-checkpoint", 1

@@ -7,8 +7,11 @@ itself loads here: `PeftModel.from_pretrained(model, folder)`, `model.load_adapt
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
+from parallelize.base.files.boxes import Part
+from parallelize.checkpoint.hub.names import ModelTensor, Shape, TensorSources, parts_to_save
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
-from parallelize.plan.adapters import is_adapter_parameter
+from parallelize.plan.adapters import BASE, COPIES, ORIGINAL, PROMPTS, TOKENS, is_adapter_parameter, peft_prefix
+from parallelize.plan.model_facts import describe
 from parallelize.state.full_values import reshard_units
 from parallelize.state.records import mesh_of
 
@@ -117,3 +123,205 @@ def _check(folder: Path, expected: set[str]) -> None:
         what = f"PEFT left out {len(missing)} tensors of modules that other pipeline stages have, such as {missing[0]}"
         fix = "a mesh without pp, or adapters without modules_to_save on the last stage"
         raise CheckpointError(Problem("unsavable-adapter", what, fix=fix))
+
+
+# -- adapted models --------------------------------------------------------------------------------------------------
+# Models with adapters of PEFT, whose base is read from a folder of the stock model: names without PEFT's, and
+# adapters beside them. A trained copy of a layer (`modules_to_save`) begins with the values of the layer, as where
+# PEFT makes it beside a model that has values. LoRA and (IA)^3 that were made on the meta device get PEFT's initial
+# values.
+
+
+_OF_PEFT = re.compile(rf"\{TOKENS}(?=\.)|\.{BASE}(?=\.)|\.{ORIGINAL}(?=\.)|\.{COPIES}\.[^.]+(?=\.)")
+_COPY = f".{COPIES}."
+_MADE = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "ia3_l")
+
+
+class StockNames:
+    """The tensors of a model with adapters under the names of the stock model.
+
+    Args:
+        module: the model. tensors: of the unsharded model, with adapters.
+
+    Attributes:
+        module: the stock model inside. tensors: its own, without adapters.
+    """
+
+    def __init__(self, module: nn.Module, tensors: Sequence[ModelTensor]):
+        self.module: nn.Module = module
+        self.tensors: list[ModelTensor] = list(tensors)
+        self._names: dict[str, list[str]] = {}
+        self._prefix = peft_prefix(describe(module))
+        if not self._prefix and not any(is_adapter_parameter(tensor.name) for tensor in tensors):
+            return
+        self.module = module.get_submodule(self._prefix.rstrip("."))
+        stock: dict[str, ModelTensor] = {}
+        for tensor in tensors:
+            if is_adapter_parameter(tensor.name) and _COPY not in tensor.name:
+                continue
+            names = tuple(dict.fromkeys(stock_name(name, self._prefix) for name in tensor.names))
+            self._names.setdefault(names[0], []).append(tensor.name)
+            stock.setdefault(names[0], replace(tensor, name=names[0], names=names))
+        self.tensors = list(stock.values())
+
+    def of_model(self, sources: TensorSources) -> TensorSources:
+        """The sources under the names of the model; those of a layer are those of its copies too."""
+        if not self._names:
+            return sources
+        by_name = {name: source for stock, source in sources.by_name.items() for name in self._names[stock]}
+        return replace(sources, by_name=by_name)
+
+
+def stock_name(name: str, prefix: str) -> str:
+    """The name in the stock model of what PEFT put inside of other modules. prefix: of `peft_prefix`."""
+    return _OF_PEFT.sub("", name.removeprefix(prefix))
+
+
+def new_adapters(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """(layer of PEFT, adapter) for adapters on the meta device that PEFT can initialize: of a model that no plan has sharded."""
+    return [
+        (layer, name)
+        for layer in module.modules()
+        if _initializer(layer) and not isinstance(next(layer.parameters(), None), DTensor)
+        for name in _names_on_meta(layer)
+    ]
+
+
+def initialize_adapters(root: nn.Module, adapters: Sequence[tuple[nn.Module, str]]) -> None:
+    """Give adapters the values that PEFT would have given them, from torch's generator of this rank."""
+    for layer, name in adapters:
+        made: Any = layer
+        config = _configs(root).get(name)
+        if _initializer(layer) == "reset_lora_parameters":
+            made.reset_lora_parameters(name, getattr(config, "init_lora_weights", True))
+        else:
+            made.reset_ia3_parameters(name)
+
+
+def names_of_adapters(root: nn.Module, adapters: Sequence[tuple[nn.Module, str]]) -> set[str]:
+    """The names of the parameters that `initialize_adapters` fills."""
+    named = {id(module): name for name, module in root.named_modules()}
+    return {
+        f"{named[id(layer)]}.{key}.{name}" + (f".{inner}" if inner else "")
+        for layer, name in adapters
+        for key, inner in _parameters_of(layer, name)
+    }
+
+
+def _parameters_of(layer: Any, name: str) -> Iterator[tuple[str, str]]:
+    for key in _MADE:
+        children = getattr(layer, key, None)
+        child = children[name] if children is not None and name in children else None
+        if isinstance(child, nn.Module):
+            yield from ((key, inner) for inner, _ in child.named_parameters())
+        elif child is not None:
+            yield key, ""
+
+
+def _names_on_meta(layer: Any) -> list[str]:
+    names: dict[str, None] = {}
+    for key in _MADE:
+        children: Any = getattr(layer, key, None) or {}
+        for name in children:
+            child = children[name]
+            values = list(child.parameters()) if isinstance(child, nn.Module) else [child]
+            if any(value.is_meta for value in values):
+                names[name] = None
+    return list(names)
+
+
+def _initializer(layer: nn.Module) -> str:
+    known = ("reset_lora_parameters", "reset_ia3_parameters")
+    return next((name for name in known if callable(getattr(type(layer), name, None))), "")
+
+
+def _configs(root: nn.Module) -> dict[str, Any]:
+    holders = (module for module in root.modules() if isinstance(vars(module).get("peft_config"), dict))
+    return next((vars(holder)["peft_config"] for holder in holders), {})
+
+
+# -- saved adapters --------------------------------------------------------------------------------------------------
+# What a folder of the stock model gets of a model with adapters of PEFT: merged weights, and the active copies of
+# layers. A folder has one weight for each layer. So adapters are in the weights (merged), or add nothing (disabled,
+# or none active). Trained copies of a layer (`modules_to_save`) take the layer's name.
+
+
+_COPIED = re.compile(rf"(.*)\.{COPIES}\.([^.]+)(?:\..*)?$")
+_ORIGINAL = re.compile(rf"(.*)\.{ORIGINAL}(?:\..*)?$")
+
+
+def stock_parts_to_save(module: nn.Module, tensors: Sequence[ModelTensor]) -> dict[str, tuple[Shape, tuple[Part, ...]]]:
+    """`parts_to_save` of a model with or without adapters; sources are tensors of the model.
+
+    Raises: CheckpointError `unwritable-conversion`.
+    """
+    prefix, copies = peft_prefix(describe(module)), _active_copies(module)
+    if not prefix and not any(is_adapter_parameter(tensor.name) for tensor in tensors):
+        return parts_to_save(module, tensors)
+    stock: list[ModelTensor] = []
+    sources: dict[str, str] = {}
+    for tensor in tensors:
+        names = tuple(dict.fromkeys(stock_name(name, prefix) for name in tensor.names if _is_saved(name, copies)))
+        if names:
+            stock.append(replace(tensor, name=names[0], names=names))
+            sources[names[0]] = tensor.name
+    saved = parts_to_save(stock_module(module), stock)
+    return {
+        name: (shape, tuple(replace(part, source=sources[part.source]) for part in parts))
+        for name, (shape, parts) in saved.items()
+    }
+
+
+def stock_module(module: nn.Module) -> nn.Module:
+    """The stock model that PEFT wraps; a model that it does not wrap itself."""
+    return module.get_submodule(peft_prefix(describe(module)).rstrip("."))
+
+
+def adapter_state(module: nn.Module) -> tuple[Any, ...]:
+    """What decides which weights are those of the model: merged adapters, and active copies. It changes without any tensor."""
+    return tuple(_active_copies(module).items()), tuple(_unmerged(module))
+
+
+def refuse_unmerged(module: nn.Module, call: str) -> None:
+    """Raises: CheckpointError `unmerged-adapters` for a model whose adapters are beside its weights."""
+    unmerged = list(_unmerged(module))
+    if unmerged:
+        what = f"{call} writes one weight for each layer under the names of the Hub, and {len(unmerged)} have adapters beside it"
+        fix = "model.merge_adapter() before and model.unmerge_adapter() after; or save_adapter(model, folder), which writes the adapters"
+        raise CheckpointError(Problem("unmerged-adapters", what, unmerged[0], fix=fix))
+
+
+def _is_saved(name: str, copies: dict[str, str]) -> bool:
+    """Whether a parameter or buffer is one of the stock model, or takes the place of one. copies: wrapper -> active copy."""
+    if copy := _COPIED.match(name):
+        return copies.get(copy[1]) == copy[2]
+    if original := _ORIGINAL.match(name):
+        return not copies.get(original[1])
+    return not is_adapter_parameter(name) and f"{TOKENS}.trainable_tokens" not in name
+
+
+def _active_copies(module: nn.Module) -> dict[str, str]:
+    """Name of a layer with trained copies -> the copy that it calls; "" for the layer itself."""
+    wrappers = [(name, inner) for name, inner in module.named_modules() if {ORIGINAL, COPIES} <= inner._modules.keys()]
+    return {name: _active_copy(inner) for name, inner in wrappers}
+
+
+def _active_copy(wrapper: Any) -> str:
+    active = () if getattr(wrapper, "disable_adapters", False) else getattr(wrapper, "active_adapters", ())
+    return next((name for name in active if name in wrapper._modules[COPIES]._modules), "")
+
+
+def _unmerged(module: nn.Module) -> Iterator[str]:
+    """Names of layers that add adapters to what their weight computes, and of learned prompts."""
+    for name, inner in module.named_modules():
+        layer: Any = inner
+        if inner._modules.get(PROMPTS):
+            yield f"{name}.{PROMPTS}".lstrip(".")
+        elif BASE in inner._modules and not (layer.merged or layer.disable_adapters) and _adds(layer):
+            yield name
+
+
+def _adds(layer: Any) -> bool:
+    """Whether an active adapter has a part in this layer."""
+    known = {key for part in getattr(layer, "adapter_layer_names", ()) for key in getattr(layer, part, None) or ()}
+    return not known.isdisjoint(layer.active_adapters)

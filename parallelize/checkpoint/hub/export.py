@@ -21,11 +21,11 @@ from parallelize.base.files.boxes import shape_of, slices_of
 from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.format.device_pieces import empty, torch_dtype
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
+from parallelize.checkpoint.hub.adapter_folder import refuse_unmerged, stock_module
 from parallelize.checkpoint.hub.described_tensors import owned_by_rank, tensors_of_model
 from parallelize.checkpoint.hub.extras import carried_files, write_extras
 from parallelize.checkpoint.hub.folder import INDEX, HubTensor, assign_files, index_of, parse_size
 from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
-from parallelize.checkpoint.hub.saved_adapters import refuse_unmerged, stock_module
 from parallelize.checkpoint.hub.tensor_messages import HubTensors, OwnedBoxes, TensorMessage, as_target, dtype_code
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error

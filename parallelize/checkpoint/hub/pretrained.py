@@ -24,20 +24,19 @@ from parallelize.base.files.boxes import (
 )
 from parallelize.base.terminal.console import Progress
 from parallelize.checkpoint.format.device_pieces import Arena, torch_dtype
-from parallelize.checkpoint.hub.adapted_models import (
+from parallelize.checkpoint.hub.adapter_folder import (
     StockNames,
     initialize_adapters,
     names_of_adapters,
     new_adapters,
 )
 from parallelize.checkpoint.hub.extras import read_generation_config
-from parallelize.checkpoint.hub.folder import HubFolder
-from parallelize.checkpoint.hub.mapped_weights import check_mappable, map_parameters
+from parallelize.checkpoint.hub.folder import HubFolder, check_mappable, map_parameters
 from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, TensorSources, find_sources, source_names
-from parallelize.checkpoint.hub.part_views import in_source_order
 from parallelize.checkpoint.hub.quantized_tensors import (
     bytes_to_read,
     check_floating,
+    in_source_order,
     quantize_while_reading,
     quantized_tensors,
     with_weights,

@@ -15,6 +15,7 @@ import torch
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import (
     Box,
+    Part,
     box_of,
     intersection,
     relative_to,
@@ -23,10 +24,9 @@ from parallelize.base.files.boxes import (
     starts,
     volume,
 )
-from parallelize.checkpoint.format.dtypes import FLOATS
+from parallelize.checkpoint.format.header import FLOATS
 from parallelize.checkpoint.hub.folder import HubFolder
 from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, TensorSources
-from parallelize.checkpoint.hub.part_views import in_source_order
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
 from parallelize.plan.block_formats import BlockFormat
 from parallelize.state.quantization.block_codes import quantize_rows
@@ -170,3 +170,21 @@ def check_floating(hub: HubFolder, names: Sequence[str]) -> None:
     if wrong:
         what = f"{wrong[0]} is {hub.tensors[wrong[0]][0]}, and a weight to be quantized is floating-point"
         raise CheckpointError(Problem("wrong-dtype", what, str(hub.folder)))
+
+
+# -- part views ------------------------------------------------------------------------------------------------------
+# Views of what is filled, with the dims of the tensor that is read into them.
+
+
+def in_source_order(view: T, part: Part) -> T:
+    """A view of a part of the target, with the dims of the source in their order."""
+    used = [dim for dim in part.dims if dim is not None]
+    for dim in reversed(range(view.ndim)):
+        if dim not in used:
+            view = view.squeeze(dim)
+    order = sorted(used)
+    view = view.permute([order.index(dim) for dim in used])
+    for source_dim, target_dim in enumerate(part.dims):
+        if target_dim is None:
+            view = view.unsqueeze(source_dim)
+    return view

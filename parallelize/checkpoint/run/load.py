@@ -11,8 +11,8 @@ import torch
 
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, near, short_list
 from parallelize.checkpoint.format.device_pieces import torch_dtype
-from parallelize.checkpoint.format.dtypes import is_lossy
 from parallelize.checkpoint.format.folders import check_files, saving_nodes
+from parallelize.checkpoint.format.header import is_lossy
 from parallelize.checkpoint.format.json_decoder import decode
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor, read_manifest
 from parallelize.checkpoint.run import run_state
@@ -28,10 +28,10 @@ from parallelize.checkpoint.run.fill_tensors import (
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, targets
 from parallelize.checkpoint.run.meta_model import MetaModel
 from parallelize.checkpoint.run.node_files import NodeFiles
-from parallelize.checkpoint.run.optimizer_restore import RestoredOptimizer, plan_optimizer
+from parallelize.checkpoint.run.optimizer_state import RestoredOptimizer, plan_optimizer
 from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error, ranks_by_value
 from parallelize.checkpoint.run.run_contents import Run
-from parallelize.checkpoint.run.scheduler_state import check_scheduler, load_scheduler
+from parallelize.checkpoint.run.run_state import check_scheduler, load_scheduler
 from parallelize.checkpoint.run.snapshot import Transfer
 from parallelize.state.full_values import reshard_units
 

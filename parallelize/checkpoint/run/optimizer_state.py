@@ -8,18 +8,22 @@ anything else (factored moments)           saved in full where the parameter is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from parallelize.axes.zero.buckets import to_local
+from parallelize.axes.zero.buckets import as_gradient, to_local
 from parallelize.axes.zero.shard_data import data_of
-from parallelize.base.errors import CheckpointError, Problem, short_list
+from parallelize.base.errors import CheckpointError, Problem, did_you_mean, short_list
+from parallelize.checkpoint.format.device_pieces import torch_dtype
+from parallelize.checkpoint.format.json_decoder import decode
 from parallelize.checkpoint.format.json_encoder import TensorSink, encode
+from parallelize.checkpoint.format.manifest import SavedTensor
+from parallelize.checkpoint.run.fill_tensors import Files, ReadJob, allocate_local, jobs_for, read_full
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
-from parallelize.checkpoint.run.scheduler_state import describe_optimizer_class
+from parallelize.checkpoint.run.run_state import describe_optimizer_class
 from parallelize.state.stored_slices import StoredSlices, named_once
 
 T = torch.Tensor
@@ -144,3 +148,183 @@ def merge_descriptions(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for group in groups:
         group["params"] = list(group["params"])
     return {"class": parts[0]["class"], "groups": groups, "state": states}
+
+
+# -- optimizer restore -----------------------------------------------------------------------------------------------
+# An optimizer's state from a checkpoint: matched by parameter name, read, and set when everything is right.
+
+
+@dataclass
+class RestoredOptimizer:
+    """New state for an optimizer.
+
+    Attributes:
+        parameters: the parameters whose state is replaced.
+        moments: (parameter, key, local tensor). values: (parameter, key, value, whether it was on an accelerator).
+        options: the options of each parameter group.
+    """
+
+    optimizer: Optimizer
+    parameters: list[Any] = field(default_factory=list)
+    moments: list[tuple[Any, str, T]] = field(default_factory=list)
+    values: list[tuple[Any, str, Any, bool]] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)
+
+    def apply(self) -> None:
+        """Set the state and the groups' options."""
+        for parameter in self.parameters:
+            self.optimizer.state.pop(parameter, None)
+        for parameter, key, local in self.moments:
+            self.optimizer.state[parameter][key] = as_gradient(parameter, local.to(parameter.device))
+        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        for parameter, key, value, was_on_device in self.values:
+            group = groups[id(parameter)]
+            if isinstance(value, T):
+                on_device = was_on_device or (key == "step" and (group.get("capturable") or group.get("fused")))
+                value = value.to(parameter.device if on_device else "cpu")
+            self.optimizer.state[parameter][key] = value
+        for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
+            group.update({key: value for key, value in options.items() if key not in OWN_OPTIONS})
+        local_steps: Any = getattr(self.optimizer, "_local_steps", None)
+        if local_steps is not None:
+            local_steps.forget()
+
+
+def plan_optimizer(
+    on_mesh: ModelOnMesh, name: str, optimizer: Optimizer, description: dict[str, Any], files: Files, *, strict: bool
+) -> tuple[RestoredOptimizer, list[ReadJob]]:
+    """(what to set, what to read for it). Nothing is changed.
+
+    Raises: CheckpointError `other-optimizer`, `missing-parameter`, `wrong-shape`, `groups-differ`, `missing-tensor`,
+        `unsavable-state`.
+    """
+    _check_class(optimizer, description)
+    plan = _Plan(RestoredOptimizer(optimizer), name, files)
+    group_of = {name: index for index, group in enumerate(description["groups"]) for name in group["params"]}
+    saved_groups: dict[int, set[int]] = {}  # group of the optimizer -> saved groups that its parameters were in
+    unsaved = []
+    for stepped in parameters_of(on_mesh, optimizer):
+        if stepped.name not in group_of:
+            unsaved.append(stepped.name)
+            continue
+        saved_groups.setdefault(stepped.group, set()).add(group_of[stepped.name])
+        plan.add(stepped, description["state"].get(stepped.name))
+    if unsaved and strict:
+        what = f"the {type(optimizer).__name__} steps parameters that the saved one did not: {short_list(unsaved, 4)}"
+        raise CheckpointError(Problem("missing-parameter", what, fix=did_you_mean(unsaved[0], group_of)))
+    _refuse_divided(optimizer, saved_groups)
+    plan.restored.options = _restored_options(optimizer, description, saved_groups, files)
+    return plan.restored, plan.jobs
+
+
+def _check_class(optimizer: Optimizer, description: dict[str, Any]) -> None:
+    name = type(optimizer).__qualname__
+    if description["class"].get("name") != name:
+        what = f"the saved state is of class {description['class'].get('name')}, the optimizer is of class {name}"
+        fix = "build the same class, or load without an optimizer"
+        raise CheckpointError(Problem("other-optimizer", what, fix=fix))
+
+
+class _Plan:
+    """What to read for an optimizer's state, collected parameter by parameter."""
+
+    def __init__(self, restored: RestoredOptimizer, name: str, files: Files):
+        self.restored, self.name, self.files = restored, name, files
+        self.jobs: list[ReadJob] = []
+
+    def add(self, stepped: SteppedParameter, saved: dict[str, Any] | None) -> None:
+        """A parameter of the saved optimizer. `saved`: the description of its state, if it had any."""
+        self.restored.parameters.append(stepped.parameter)
+        if saved is None:
+            return
+        for key in saved["tensors"]:
+            self._add_moment(stepped, key)
+        for key, value in saved["values"].items():
+            self._add_value(stepped, key, value, key in saved["on_device"])
+
+    def _add_moment(self, stepped: SteppedParameter, key: str) -> None:
+        tensors, where = self.files.manifest.tensors, str(self.files.folder)
+        full_name = f"{self.name}/{stepped.name}/{key}"
+        saved, stored = tensors.get(full_name), stepped.local.stored
+        if saved is None:
+            raise CheckpointError(Problem("missing-tensor", f"no tensor {full_name!r} was saved", where))
+        if saved.shape != stored.shape:
+            what = f"{key} of {stepped.name} was saved as {list(saved.shape)}, the parameter is {list(stored.shape)}"
+            raise CheckpointError(Problem("wrong-shape", what, where))
+        dtype = _dtype_of_moment(saved, tensors.get(f"model/{stepped.name}"), stepped.parameter)
+        current = _current_moment(self.restored.optimizer, stepped.parameter, key, dtype)
+        local = allocate_local(stored, dtype, self.files.arena) if current is None else current
+        self.restored.moments.append((stepped.parameter, key, local))
+        self.jobs += jobs_for(self.files, saved, stored, local, hidden=current is None)
+
+    def _add_value(self, stepped: SteppedParameter, key: str, encoded: Any, on_device: bool) -> None:
+        value = decode(encoded, lambda where: read_full(self.files, where), f"{self.name}.{stepped.name}.{key}")
+        axes = sorted(stepped.local.stored.axes)
+        if isinstance(value, T) and value.numel() != 1 and axes:
+            what = (
+                f"{key} of {stepped.name} is {list(value.shape)}, and the parameter is sharded over {', '.join(axes)}"
+            )
+            raise CheckpointError(Problem("unsavable-state", what, fix="load it where the parameter is not sharded"))
+        self.restored.values.append((stepped.parameter, key, value, on_device))
+
+
+def _dtype_of_moment(saved: SavedTensor, weight: SavedTensor | None, parameter: Any) -> torch.dtype:
+    """A moment that had its parameter's dtype gets the new parameter's dtype; another keeps its own."""
+    follows = weight is not None and weight.dtype == saved.dtype and parameter.is_floating_point()
+    return parameter.dtype if follows else torch_dtype(saved.dtype)
+
+
+def _current_moment(optimizer: Optimizer, parameter: Any, key: str, dtype: torch.dtype) -> T | None:
+    """The optimizer's own local tensor of this state, if the saved values can be read into it."""
+    current = to_local(optimizer.state.get(parameter, {}).get(key))
+    like = to_local(parameter)
+    fits = isinstance(current, T) and (current.shape, current.dtype, current.device) == (like.shape, dtype, like.device)
+    return current if fits else None
+
+
+def _refuse_divided(optimizer: Optimizer, saved_groups: dict[int, set[int]]) -> None:
+    """Refuse groups with options of their own whose parameters were in one group: it has one value of each option."""
+    groups_of: dict[int, list[int]] = {}
+    for number, saved in sorted(saved_groups.items()):
+        for index in saved:
+            groups_of.setdefault(index, []).append(number)
+    for index, numbers in groups_of.items():
+        first, *others = [optimizer.param_groups[number] for number in numbers]
+        for number, group in zip(numbers[1:], others, strict=True):
+            differing = [
+                key for key in first if key not in (*OWN_OPTIONS, "params") and _differ(first[key], group.get(key))
+            ]
+            if differing:
+                what = (
+                    f"groups {numbers[0]} and {number} differ in {short_list(differing, 4)}, and their parameters were saved in "
+                    f"one group, {index}"
+                )
+                fix = "build the optimizer with the groups it was saved with, resume, and set the options afterwards"
+                raise CheckpointError(Problem("groups-differ", what, fix=fix))
+
+
+def _differ(value: Any, other: Any) -> bool:
+    return repr(value) != repr(other)
+
+
+def _restored_options(
+    optimizer: Optimizer, description: dict[str, Any], saved_groups: dict[int, set[int]], files: Files
+) -> list[dict[str, Any]]:
+    """The options of each group of the optimizer: those of the saved group that its parameters were in."""
+    decoded: list[dict[str, Any]] = []
+    for number in range(len(optimizer.param_groups)):
+        candidates = [description["groups"][index]["options"] for index in sorted(saved_groups.get(number, ()))]
+        if any(options != candidates[0] for options in candidates):
+            what = f"group {number} joins parameters of {len(candidates)} saved groups with different options"
+            fix = "build the optimizer with the groups it was saved with"
+            raise CheckpointError(Problem("groups-differ", what, fix=fix))
+        if not candidates:  # a pipeline stage may have none of a group's parameters
+            candidates = [group["options"] for group in description["groups"] if group["number"] == number]
+        options = candidates[0] if candidates else {}
+        decoded.append(
+            {
+                key: decode(value, lambda where: read_full(files, where), f"group {number}.{key}")
+                for key, value in options.items()
+            }
+        )
+    return decoded

@@ -17,7 +17,7 @@ from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
 from parallelize.base.files.boxes import Box, relative_to, shape_of, slices_of, starts, volume
 from parallelize.base.layout import replicated
 from parallelize.checkpoint.format.device_pieces import Arena, Scratch, code_of, torch_dtype
-from parallelize.checkpoint.format.dtypes import SIZES
+from parallelize.checkpoint.format.header import SIZES
 from parallelize.checkpoint.format.json_encoder import TensorSink, encode
 from parallelize.checkpoint.format.writer import TensorToWrite
 from parallelize.checkpoint.run import optimizer_state, run_state
@@ -25,7 +25,7 @@ from parallelize.checkpoint.run.fill_tensors import Files, ReadJob
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, weights
 from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error
 from parallelize.checkpoint.run.run_contents import Run
-from parallelize.checkpoint.run.scheduler_state import describe_scheduler
+from parallelize.checkpoint.run.run_state import describe_scheduler
 from parallelize.state.full_values import reshard_units
 from parallelize.state.stored_slices import StoredTensor
 

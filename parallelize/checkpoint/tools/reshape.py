@@ -35,13 +35,13 @@ from parallelize.base.layout import Chunk, Layout, even_interval, packed, replic
 from parallelize.base.mesh import AXES, MeshSpec
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.format.device_pieces import empty, torch_dtype
-from parallelize.checkpoint.format.dtypes import SIZES
 from parallelize.checkpoint.format.folders import KEY as NODES
 from parallelize.checkpoint.format.gather import GatheredCheckpoint, Source, gather, sources_of
+from parallelize.checkpoint.format.header import SIZES
 from parallelize.checkpoint.format.json_decoder import stored_keys
 from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor, check_tensors
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
-from parallelize.checkpoint.hub.part_views import in_source_order
+from parallelize.checkpoint.hub.quantized_tensors import in_source_order
 from parallelize.checkpoint.run.fill_tensors import Files, read_box
 from parallelize.checkpoint.run.local_tensors import SPLIT_BYTES
 from parallelize.plan.stages import split_evenly

@@ -20,8 +20,8 @@ from parallelize.base.errors import CheckpointError, Problem, did_you_mean, shor
 from parallelize.base.files.boxes import Box, Part, full_box, full_part
 from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.format.device_pieces import torch_dtype
-from parallelize.checkpoint.format.dtypes import CODES, FLOATS, TORCH
 from parallelize.checkpoint.format.gather import Source, gather
+from parallelize.checkpoint.format.header import CODES, FLOATS, TORCH
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.hub.extras import carried_files, carry_files, write_extras

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from parallelize.base.errors import ParallelizeError
 from parallelize.base.mesh import SAMPLE_AXES
 from parallelize.launch.config.run_config import RunConfig
+from parallelize.launch.environment.rank_map import crossing_groups
 from parallelize.launch.preflight.base_model import source_of_run
 from parallelize.launch.preflight.mesh_choice import OPTIMIZERS, ChosenMesh
 from parallelize.plan.options import Options
@@ -109,3 +113,35 @@ def predict(config: RunConfig, chosen: ChosenMesh, subject: Subject, machine: Ma
     except Exception as error:  # any model may fail on meta tensors; the run itself does not depend on it
         first = str(error).strip().splitlines()[:1]
         return Predicted(subject, setting, None, 0.0, f"{type(error).__name__}: {''.join(first)[:200]}")
+
+
+# -- placement -------------------------------------------------------------------------------------------------------
+# Which groups of ranks cross nodes: those of tp and of experts should not, and what it costs by `explain` where they
+# do.
+
+
+def placement_warnings(predicted: Predicted, machine: Machine, host_of: Mapping[int, str]) -> list[str]:
+    """One line for each axis whose groups cross nodes."""
+    mesh, options = predicted.setting.mesh, predicted.setting
+    crossing = crossing_groups(mesh, options.expert_ranks, host_of)
+    if not crossing:
+        return []
+    cost = _cost(predicted, machine, Counter(host_of.values()).most_common(1)[0][1])
+    return [
+        f"{len(groups)} groups of {axis} cross nodes, such as ranks {list(groups[0])}{cost}: order hosts so that "
+        f"{axis} stays inside a node, or make it smaller"
+        for axis, groups in crossing.items()
+    ]
+
+
+def _cost(predicted: Predicted, machine: Machine, ranks_per_host: int) -> str:
+    """How much longer a step takes than with all ranks on one node, by `explain`."""
+    try:
+        here = explain_subject(
+            predicted.subject, predicted.setting, replace(machine, node_ranks=ranks_per_host)
+        ).time.in_turn_s
+        inside = replace(machine, node_ranks=predicted.setting.mesh.world_size)
+        best = explain_subject(predicted.subject, predicted.setting, inside).time.in_turn_s
+    except ParallelizeError:
+        return ""
+    return f"; a step takes about {here * 1e3:,.1f} ms instead of {best * 1e3:,.1f} ms (estimate)"

@@ -7,15 +7,17 @@ message and one wait of the host.
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import balanced_interval, even_interval
 from parallelize.comm.groups import Group
-from parallelize.ops.experts.assumed_routing import assumed_routing
-from parallelize.ops.experts.call_form import FIELDS, CallForm, check_forms
 
 T = torch.Tensor
 
@@ -123,3 +125,138 @@ def _bad_choice(counts: list[int], examples: list[int], num_experts: int, group:
     return ModelError(
         Problem("bad-choice", what, rows=rows[:16], fix="check the router: its weights, and NaN in its logits")
     )
+
+
+# -- call form -------------------------------------------------------------------------------------------------------
+# What ranks must have alike in one call of experts: it tells how many bytes a row has, and which messages backward
+# sends. Each rank sends it along with its counts of rows, before any row. So ranks that differ all get an error,
+# where their messages would not fit together and some would wait for ever.
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class CallForm(NamedTuple):
+    """Of one rank, in integers.
+
+    Attributes:
+        name: digest of the name of the experts.
+        choices, hidden: of a token.
+        dtype, weights_dtype: indices in `DTYPES`; -1 for another.
+        has_backward: whether tokens or weights require a gradient.
+    """
+
+    name: int
+    choices: int
+    hidden: int
+    dtype: int
+    weights_dtype: int
+    has_backward: int
+
+    @classmethod
+    def of(cls, where: str, tokens: T, weights: T) -> CallForm:
+        """where: the name of the experts. tokens: [tokens, hidden]. weights: [tokens, k]."""
+        has_backward = torch.is_grad_enabled() and (tokens.requires_grad or weights.requires_grad)
+        dtypes = _index_of(tokens.dtype), _index_of(weights.dtype)
+        return cls(_digest(where), weights.shape[1], tokens.shape[1], *dtypes, int(has_backward))
+
+    def tensor(self, device: torch.device) -> T:
+        """[fields], int64."""
+        return _tensor(self, device)
+
+    def text(self, other: CallForm) -> str:
+        """What another rank calls, in words."""
+        if other.name != self.name:
+            return "other experts"
+        gradients = "with" if other.has_backward else "without"
+        dtypes = f"{_name_of(other.dtype)} tokens and {_name_of(other.weights_dtype)} weights"
+        return f"{other.choices} choices of a token of width {other.hidden}, {dtypes}, {gradients} gradients"
+
+
+FIELDS = len(CallForm._fields)
+
+
+def check_forms(form: CallForm, forms: list[CallForm], group: Group, where: str) -> None:
+    """forms: by rank of the group. Raises: ModelError `experts-differ`, on every rank of the group."""
+    if all(other == form for other in forms):
+        return
+    rows = tuple((f"rank {rank}", form.text(other)) for rank, other in zip(group.ranks, forms, strict=True))
+    what = f"{where} is called in one way on some ranks and in another on others"
+    fix = "run the same layers on every rank of ep, in the same mode, with routers that give as many choices"
+    raise ModelError(Problem("experts-differ", what, rows=rows[:16], fix=fix))
+
+
+def _index_of(dtype: torch.dtype) -> int:
+    return DTYPES.index(dtype) if dtype in DTYPES else -1
+
+
+def _name_of(index: int) -> str:
+    return str(DTYPES[index]).removeprefix("torch.") if index >= 0 else "other"
+
+
+@lru_cache(maxsize=4096)
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+@lru_cache(maxsize=4096)
+def _tensor(form: CallForm, device: torch.device) -> T:
+    return torch.tensor(form, dtype=torch.int64, device=device)
+
+
+# -- assumed routing -------------------------------------------------------------------------------------------------
+# How tokens without values are routed, for analysis: evenly, or all of them to one rank, the worst that can happen to
+# it.
+
+
+class AssumedRouting:
+    """A context manager: within it, in this thread, routers of models on meta choose like this.
+
+    Args:
+        to_one_rank: this rank gets all tokens of its group; otherwise each rank gets as many as any other.
+
+    Attributes:
+        most_rows, most_choices: that a call has received and computed.
+    """
+
+    def __init__(self, to_one_rank: bool = False):
+        self.to_one_rank = to_one_rank
+        self.most_rows = self.most_choices = 0
+        self._outer: AssumedRouting | None = None
+
+    def __enter__(self) -> AssumedRouting:
+        self._outer, _current.routing = _current.routing, self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _current.routing, self._outer = self._outer, None
+
+    def sizes(self, tokens: int, k: int, num_local: int, ep: int, etp: int = 1) -> tuple[list[int], list[int], int]:
+        """(rows sent by rank, rows received by rank, pairs of a received row and an expert of this rank).
+
+        Args:
+            tokens: of each rank of the group. num_local: the number of experts of this rank, the first of the group.
+            ep, etp: ranks that divide the experts, and that have a part of each; every one of them gets the rows of an expert.
+        """
+        if self.to_one_rank:  # what a token chooses beyond the experts of this rank is spread over the others
+            chosen, others = min(k, num_local), ep - 1
+            sent = [tokens, *[-(-tokens * min(k - chosen, others) // max(others, 1))] * others]
+            received, pairs = [tokens] * ep, tokens * chosen * ep
+        else:  # a token goes to as many ranks as it can
+            sent = [-(-tokens * min(k, ep) // ep)] * ep
+            received, pairs = sent, tokens * k
+        sent, received, pairs = sent * etp, received * etp, pairs * etp
+        self.most_rows, self.most_choices = max(self.most_rows, sum(received)), max(self.most_choices, pairs)
+        return sent, received, pairs
+
+
+class _CurrentRouting(threading.local):
+    routing: AssumedRouting | None = None
+
+
+_current = _CurrentRouting()
+
+
+def assumed_routing() -> AssumedRouting:
+    """That of the innermost context of this thread; even without one."""
+    return _current.routing or AssumedRouting()

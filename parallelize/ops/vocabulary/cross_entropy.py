@@ -13,10 +13,17 @@ from torch.autograd import Function
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.comm.groups import Group
 from parallelize.ops.collectives import refuse_double_backward
-from parallelize.ops.vocabulary.class_targets import HardTargets, SoftTargets, Targets, check_class_weight, soft_shard
+from parallelize.ops.vocabulary.class_targets import (
+    HardTargets,
+    SoftTargets,
+    Targets,
+    Vocabulary,
+    check_class_weight,
+    check_ids,
+    soft_shard,
+)
 from parallelize.ops.vocabulary.kernel_choice import kernels_for
 from parallelize.ops.vocabulary.softmax import SavedStatistics, logits_gradient, working_dtype
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary, check_ids
 
 T = torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Rules of operations that change the shape of a tensor: views, permutations, slices, concatenations."""
+"""Rules of operations: of those that change the shape of a tensor (views, permutations, slices, concatenations), and of matmuls."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ from torch import nn
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.plan.models.config_limits import in_dtype
-from parallelize.plan.models.copied_functions import rebind_functions
 from parallelize.plan.models.float8_linears import as_plain_linears
 from parallelize.plan.models.image_inputs import (
     accepts_images,
@@ -35,9 +34,9 @@ from parallelize.plan.models.image_inputs import (
     images_in_text,
     plain_tokens,
 )
-from parallelize.plan.models.known_sizes import KNOWN
-from parallelize.plan.models.meta_copy import meta_copy
+from parallelize.plan.models.tiny_copy import meta_copy, rebind_functions
 from parallelize.plan.models.transformers_models import (
+    KNOWN,
     class_of,
     config_of_config,
     config_of_file,

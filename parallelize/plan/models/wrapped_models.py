@@ -1,4 +1,4 @@
-"""Models that PEFT wraps: the stock model inside, and how the wrapper is called.
+"""Models as they are given: checked to be modules, and the stock model inside of PEFT's wrappers.
 
 PEFT is not imported: its wrappers are recognized by their package.
 """
@@ -9,6 +9,8 @@ import inspect
 from typing import Any
 
 from torch import nn
+
+from parallelize.base.errors import ModelError, Problem
 
 _BESIDE_TOKENS = ("PREFIX_TUNING", "CARTRIDGE")
 """Kinds of learned prompts that are keys and values, not embeddings before those of the tokens."""
@@ -48,3 +50,17 @@ def forward_signature(module: nn.Module) -> inspect.Signature:
     last = [p for p in own.parameters.values() if p.kind is kinds.VAR_KEYWORD]
     accepts_any = any(p.kind is kinds.VAR_KEYWORD for p in by_name)
     return own.replace(parameters=[*named.values(), *by_name, *([] if accepts_any else last)])
+
+
+# -- checked module --------------------------------------------------------------------------------------------------
+# What is given as a module is one, and not its class or a config.
+
+
+def require_module(module: Any) -> None:
+    """Raises: ModelError `not-a-module`."""
+    if isinstance(module, nn.Module):
+        return
+    is_class = isinstance(module, type)
+    what = f"the class {module.__name__} was given" if is_class else f"a {type(module).__name__} was given"
+    fix = f"an instance: {module.__name__}(...)" if is_class else "the nn.Module: of a ParallelModel `parallel.module`"
+    raise ModelError(Problem("not-a-module", f"{what} in the place of a module", fix=fix))

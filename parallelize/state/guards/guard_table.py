@@ -23,8 +23,7 @@ from parallelize.state.guards.other_libraries import (
     refuse_wrappers,
 )
 from parallelize.state.guards.partial_values import guard_partial_values, refuse_gradient_inputs
-from parallelize.state.guards.stock_methods import guard_replacing_methods, guard_stock_methods
-from parallelize.state.guards.user_initializers import guard_initializers
+from parallelize.state.guards.stock_methods import guard_initializers, guard_replacing_methods, guard_stock_methods
 
 GIVEN = "a model is given"
 RESOLVED = "its plan is resolved, and nothing is changed"

@@ -1,4 +1,4 @@
-"""PyTorch's own data parallelism around a model whose gradients it cannot see, or that are reduced already, is refused.
+"""Models that other libraries have changed are refused: PyTorch's own data parallelism, accelerate's offloading, quantizers.
 
 DistributedDataParallel and `replicate` put their hooks on autograd nodes that planned parameters do not have, and would reduce
 the gradients of `shard_data` a second time.

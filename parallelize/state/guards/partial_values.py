@@ -1,4 +1,4 @@
-"""Refuses to read one rank's part of a number, such as `parameter.grad.norm().item()`, as if it were the number.
+"""Refuses to read one rank's part as the whole: a number, such as `grad.norm().item()`, or gradients by `backward(inputs=...)`.
 
 A reduction of a sharded DTensor gives each rank its part, and `.item()`, `float()` and `bool()` return that part: a decision
 taken on it differs by rank. The other ranks may not call it, so that reducing it there could wait for ever.

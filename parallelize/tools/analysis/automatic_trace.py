@@ -23,8 +23,8 @@ from parallelize.plan.adapters import makes_prefixes
 from parallelize.plan.dims.plan_check import PlanTrace, trace_plan
 from parallelize.plan.models.example_inputs import inputs_of
 from parallelize.plan.models.float8_linears import as_plain_linears
-from parallelize.plan.models.meta_copy import meta_copy, without_hooks
 from parallelize.plan.models.model_source import source_of
+from parallelize.plan.models.tiny_copy import meta_copy, without_hooks
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.state.records import pipeline_cut
 from parallelize.tools.analysis.record.attention_model import forwards_on_meta

@@ -26,8 +26,7 @@ from parallelize.base.terminal.console import (
     say,
     shows_progress,
 )
-from parallelize.plan.option_arguments import add_options, options_given
-from parallelize.plan.options import Options
+from parallelize.plan.options import Options, add_options, options_given
 from parallelize.plan.plan_file import load_plan
 from parallelize.plan.schema import Plan
 

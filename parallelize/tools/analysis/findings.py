@@ -1,4 +1,4 @@
-"""What `lint` finds by following the dims of a plan through one forward on tensors without values."""
+"""What `lint` and `explain` find in a model: by following the dims of a plan through one forward, over `cp`, and in its experts."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from parallelize.axes.tensor.experts.scaled_experts import num_choices, scaled_experts_of
+from parallelize.axes.tensor.experts.expert_parallel import num_choices, scaled_experts_of
 from parallelize.base.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.tools.analysis.cost.machine import Machine
 from parallelize.tools.analysis.cost.memory import RankMemory, memory_of

@@ -31,7 +31,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.stages import Stages
-from parallelize.tools.analysis.cost.matrix_steps import MatrixSteps, depends_on, matrix_parameters, matrix_steps
+from parallelize.tools.analysis.cost.data_axes import MatrixSteps, depends_on, matrix_parameters, matrix_steps
 from parallelize.tools.analysis.cost.setting import Setting, check_setting
 from parallelize.tools.analysis.cost.training_step import RankStep
 from parallelize.tools.analysis.record.layer_dedup import LayerClasses, consistent, layer_classes

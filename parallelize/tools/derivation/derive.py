@@ -35,8 +35,8 @@ from parallelize.tools.derivation.patterns import leaves_something, names_of
 from parallelize.tools.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.tools.derivation.proof import Proof, provable, prove, prove_in_evaluation
 from parallelize.tools.derivation.region_search import ProposedRegion, find_regions
+from parallelize.tools.derivation.small_config import counted_fields
 from parallelize.tools.derivation.small_model import check_subject, explained, small_model
-from parallelize.tools.derivation.unit_count_fields import counted_fields
 
 log = logging.getLogger("parallelize")
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from parallelize.axes.tensor.layers.gated_norm import check_gated_norm
-from parallelize.axes.tensor.layers.rms_norm import check_rms_norm
+from parallelize.axes.tensor.layers.norms import check_gated_norm, check_rms_norm
 from parallelize.base.errors import ModelError
 from parallelize.plan.dims.classes import Choice, Classes, Place, ShardableFactor, is_depthwise, is_grouped, output_dim
 from parallelize.plan.dims.factors import Factor, leaves, size_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
 from parallelize.tools.derivation.patterns import leaves_something, note_partial, other_parameters, vocabulary_rules
-from parallelize.tools.derivation.shared_inputs import (
+from parallelize.tools.derivation.region_search import (
     FULL_GRADIENT,
     blocks_that_read_shards,
     partial_inside,

@@ -1,4 +1,4 @@
-"""Names of modules as the patterns of a plan file: `*` for layers, braces for siblings of one style.
+"""Rules of a derived plan under a plan file's patterns: `*` for layers, braces for siblings of one style.
 
 Torch-free.
 """
@@ -19,7 +19,7 @@ from parallelize.plan.dims.classes import Classes, output_dim
 from parallelize.plan.dims.factors import leaves
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import alternatives, generic
-from parallelize.tools.derivation.shared_inputs import PARTIAL_GRADIENT
+from parallelize.tools.derivation.region_search import PARTIAL_GRADIENT
 
 
 def pattern_rules(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from parallelize.base.errors import ParallelizeError
 from parallelize.plan.models.model_source import ModelSource
 from parallelize.plan.models.nested_tensors import floating_in
 from parallelize.plan.schema import Plan
-from parallelize.tools.verification.result import Verification
+from parallelize.tools.verification.compare import Verification
 from parallelize.tools.verification.verify import verify
 
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from parallelize.base.errors import ModelError, ParallelizeError, Problem
 from parallelize.plan.dims.trace import record_forward
-from parallelize.plan.models.dropout_rates import disable_dropout
 from parallelize.plan.models.example_inputs import has_sounds, images_and_sounds_in_text, inputs_of, sounds_in_text
 from parallelize.plan.models.image_inputs import has_images
 from parallelize.plan.models.model_source import ModelSource
+from parallelize.plan.models.proportional_config import disable_dropout
 from parallelize.plan.models.signature_inputs import inputs_by_signature
 from parallelize.tools.derivation.small_config import small_configs
 

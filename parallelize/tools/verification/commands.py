@@ -17,7 +17,7 @@ from parallelize.base.terminal.console import (
     quiet_libraries,
     shows_progress,
 )
-from parallelize.plan.option_arguments import add_options, options_given
+from parallelize.plan.options import add_options, options_given
 
 _ABOUT = """\
 Compare one training step on a mesh with the unsharded model: loss, outputs, gradients of the input and of every
@@ -77,7 +77,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> Any:
     from parallelize.plan.models.model_source import parse_overrides
-    from parallelize.tools.verification.torchrun import under_torchrun
+    from parallelize.tools.verification.processes import under_torchrun
     from parallelize.tools.verification.verify import verify
 
     backend = "torchrun" if under_torchrun() else options.backend

@@ -23,7 +23,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.tools.analysis.automatic_trace import check_by_trace
 from parallelize.tools.verification import rank_messages
 from parallelize.tools.verification.blame import blame
-from parallelize.tools.verification.compare import Errors, ReferenceValues
+from parallelize.tools.verification.compare import Difference, Errors, ReferenceValues
 from parallelize.tools.verification.configuration import (
     Comparison,
     Configuration,
@@ -35,7 +35,6 @@ from parallelize.tools.verification.configuration import (
 from parallelize.tools.verification.mesh_step import ApplyError, RankResult, is_auto, run_on_rank
 from parallelize.tools.verification.module_trace import ModuleTrace
 from parallelize.tools.verification.reference import check_repeats, is_a_sum, reference_step, trace_reference
-from parallelize.tools.verification.result import Difference
 
 # -- hidden gradients ------------------------------------------------------------------------------------------------
 # Sharded weights whose gradients are too small beside the others to be compared: a wrong one would pass. The error of

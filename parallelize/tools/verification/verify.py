@@ -17,12 +17,10 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.models.model_source import ModelSource
 from parallelize.plan.options import options_of
 from parallelize.tools.analysis.default_mesh import default_mesh
-from parallelize.tools.verification.compare import ORDER, Errors
+from parallelize.tools.verification.compare import ORDER, Errors, Row, Verification
 from parallelize.tools.verification.configuration import Request, checked, name_of, source_of_request, without_weights
-from parallelize.tools.verification.processes import on_gloo
-from parallelize.tools.verification.result import Row, Verification
+from parallelize.tools.verification.processes import on_gloo, on_running_processes
 from parallelize.tools.verification.runner import RunResult, nothing_seen, on_threads
-from parallelize.tools.verification.torchrun import on_running_processes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize.axes.context.forward_state import context_of
+from parallelize.axes.pipeline.batch_reader import token_loss
 from parallelize.axes.pipeline.parallel_model import ParallelModel
-from parallelize.axes.pipeline.step_targets import token_loss
 from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.comm.handshake import agree_on
 from parallelize.comm.meshes import mesh_spec

@@ -105,7 +105,7 @@ def test_autocast_is_that_of_the_stock_model():
     model.float()
 
     def body(rank):
-        from parallelize.axes.context import attention as attend
+        from parallelize.axes.context import stock_attention as attend
 
         real = attend.ring_attention
         with pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,7 @@ from parallelize import DeferredLogits, build_mesh, parallelize_module
 from parallelize.axes.vocabulary.logits.deferred_logits import defer
 from parallelize.axes.vocabulary.logits.forms import Head
 from parallelize.comm.groups import Group
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.ops.vocabulary.class_targets import Vocabulary
 from parallelize.plan.choose import plan_of
 from tests.support.threads import run_ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from parallelize.checkpoint.run import stop_agreement
+from parallelize.checkpoint.run import stopping as stop_agreement
 
 
 def agreed_steps(rank: int, victim: int, at: int, waits: bool) -> int:

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as stock
 from torch.optim.swa_utils import SWALR
 
 from parallelize.base.errors import CheckpointError
-from parallelize.checkpoint.run.scheduler_state import (
+from parallelize.checkpoint.run.run_state import (
     build_scheduler,
     describe_optimizer_class,
     describe_scheduler,

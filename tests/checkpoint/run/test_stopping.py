@@ -15,10 +15,10 @@ from torch import nn
 
 from parallelize import Checkpointer, CheckpointError
 from parallelize.base.terminal.console import REQUEUE
-from parallelize.checkpoint.run import stop_agreement, stop_signals
+from parallelize.checkpoint.run import stop_signals
+from parallelize.checkpoint.run import stopping as stop_agreement
 from parallelize.checkpoint.run.save import expected_save_s, state_bytes
-from parallelize.checkpoint.run.stop_agreement import StopAgreement
-from parallelize.checkpoint.run.stopping import Stopping
+from parallelize.checkpoint.run.stopping import StopAgreement, Stopping
 from tests.checkpoint.run.stopping_jobs import agreed_steps
 
 

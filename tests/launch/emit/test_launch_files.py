@@ -19,7 +19,7 @@ from parallelize.base.terminal.console import ENVIRONMENT, MISTAKE, REQUEUE
 from parallelize.cli.parser import build_parser
 from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.emit.launch_files import EMITTERS, job_of, save_time_file
-from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
+from parallelize.launch.start.supervisor import FAILED, PEER_LOST
 
 pytestmark = pytest.mark.torch_free
 

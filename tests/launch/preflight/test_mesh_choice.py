@@ -10,8 +10,7 @@ from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.environment.launcher import Launcher
 from parallelize.launch.local_ranks import count_ranks, fewer_ranks
 from parallelize.launch.preflight.mesh_choice import ChosenMesh, choose_mesh
-from parallelize.launch.preflight.placement import placement_warnings
-from parallelize.launch.preflight.prediction import Summary, machine_of, predict, subject_of
+from parallelize.launch.preflight.prediction import Summary, machine_of, placement_warnings, predict, subject_of
 from parallelize.plan.options import Options
 
 RUN = """\

@@ -29,8 +29,7 @@ from parallelize.launch.environment.launcher import Launcher
 from parallelize.launch.loop.anomalies import AnomalyWatch
 from parallelize.launch.preflight.roll_call import rank_store, roll_call
 from parallelize.launch.run_rank import _status_of
-from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST, judge
-from parallelize.launch.start.supervisor import children
+from parallelize.launch.start.supervisor import FAILED, PEER_LOST, children, judge
 from tests.launch.launched import finish, output_of, run, started, wait_until, write_run
 from tests.support.processes import free_port
 

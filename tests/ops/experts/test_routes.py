@@ -8,8 +8,7 @@ import torch
 from parallelize import build_mesh
 from parallelize.base.layout import balanced_interval
 from parallelize.comm.groups import Group
-from parallelize.ops.experts.call_form import CallForm
-from parallelize.ops.experts.routes import routes_of
+from parallelize.ops.experts.routes import CallForm, routes_of
 from tests.support.threads import run_ranks
 
 FORM = CallForm.of("experts", torch.ones(1, 4), torch.ones(1, 2))

@@ -10,8 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallelize import build_mesh
 from parallelize.comm.groups import Group
-from parallelize.ops.experts.call_form import CallForm
-from parallelize.ops.experts.routes import routes_of
+from parallelize.ops.experts.routes import CallForm, routes_of
 from parallelize.ops.experts.transfers import (
     Transfers,
     arrive,

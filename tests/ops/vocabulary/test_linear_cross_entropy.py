@@ -12,7 +12,7 @@ from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
 from parallelize.ops.vocabulary import linear_cross_entropy as op
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.ops.vocabulary.class_targets import Vocabulary
 from tests.support.memory import peak_bytes
 from tests.support.parity import worst
 from tests.support.threads import run_ranks

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from parallelize import derive_plan, verify
-from parallelize.plan.models.meta_copy import meta_copy
 from parallelize.plan.models.model_source import copy_of
+from parallelize.plan.models.tiny_copy import meta_copy
 
 WIDTH = 6
 

@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 
 from parallelize.base.errors import ModelError
 from parallelize.plan.models.config_limits import config_problems
-from parallelize.plan.models.known_sizes import KNOWN
 from parallelize.plan.models.model_source import read_model
-from parallelize.plan.models.transformers_models import config_of_file
+from parallelize.plan.models.transformers_models import KNOWN, config_of_file
 from tests.support.refused import refused, refused_command
 
 SMALL: dict[str, Any] = dict(

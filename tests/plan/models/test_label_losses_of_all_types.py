@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallelize.axes.pipeline.step_targets import token_targets
+from parallelize.axes.pipeline.batch_reader import token_targets
 from parallelize.plan.models.label_loss import label_loss
 from parallelize.plan.models.label_loss_probe import LabelLoss, _inputs_of
 from parallelize.plan.models.tiny_copy import tiny_copies

@@ -7,7 +7,7 @@ import re
 import pytest
 from torch import nn
 
-from parallelize.axes.zero.other_optimizers import watch_optimizers
+from parallelize.axes.zero.data_guards import watch_optimizers
 from parallelize.state.guards import guard_table
 from parallelize.state.guards.guard_table import GIVEN, GUARDS, MOMENTS, PLANNED, Guard, Guarded, set_up
 from parallelize.training import parallelize_model

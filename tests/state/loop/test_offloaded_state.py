@@ -12,7 +12,7 @@ import torch
 from parallelize import Muon, build_optimizer
 from parallelize.base.errors import ModelError
 from parallelize.base.torch_private.torch_tensors import plain_local
-from parallelize.state.loop import offloaded_state
+from parallelize.state.loop import local_optimizer as offloaded_state
 from tests.state.optimizers import muon_jobs as jobs
 from tests.support.models import tiny_model
 from tests.support.refused import Block, refused

@@ -12,9 +12,8 @@ from parallelize import derive_plan
 from parallelize.plan.models.example_inputs import inputs_of
 from parallelize.plan.models.model_source import read_model
 from parallelize.tools.derivation.proof import provable, prove
-from parallelize.tools.derivation.small_config import small_configs
+from parallelize.tools.derivation.small_config import small_configs, with_state_heads
 from parallelize.tools.derivation.small_model import small_model
-from parallelize.tools.derivation.state_sizes import with_state_heads
 from tests.tools.derivation import own_models as models
 
 STYLES = {

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import HandshakeError, ModelError, verify
-from parallelize.axes.tensor.torch_styles.module_style import ParallelStyle
+from parallelize.axes.tensor.torch_styles.boundary import ParallelStyle
 from parallelize.tools.verification.processes import _Answers
 from parallelize.tools.verification.verify import default_backend
 from tests.support.refused import RULES, WIDTH, Block, refused

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from parallelize.axes.tensor.experts.balanced_routing import choices_of, experts_of
-from parallelize.axes.tensor.experts.routing_load import RoutingLoad, routing_load_of
+from parallelize.axes.tensor.experts.routing_load import RoutingLoad, choices_of, experts_of, routing_load_of
 from parallelize.base.errors import ModelError, Problem
 from parallelize.ops.replay_cache import in_recompute, replay_key
 from parallelize.state.forward_rows import ForwardRows, call_arguments, forward_rows

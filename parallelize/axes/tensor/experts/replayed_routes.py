@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.axes.tensor.experts.balanced_routing import choices_of, experts_of
 from parallelize.axes.tensor.experts.router_choice import (
     ForwardRoutes,
     RouteReplay,
@@ -28,6 +27,7 @@ from parallelize.axes.tensor.experts.router_choice import (
     router_of,
     wrong_k,
 )
+from parallelize.axes.tensor.experts.routing_load import choices_of, experts_of
 from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.base.mesh import SAMPLE_AXES
 from parallelize.base.torch_private import torch_tensors as private

@@ -9,20 +9,27 @@ from types import MethodType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.axes.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
+from parallelize.axes.tensor.dtensor_boundary import (
+    SharedConversions,
+    input_conversion,
+    refuse_attentions,
+    refuse_hidden_states,
+    return_dtensor,
+)
 from parallelize.axes.tensor.experts.adapted_experts import adapted_experts, adapted_matrix
 from parallelize.axes.tensor.experts.expert_forms import form_of
-from parallelize.axes.tensor.experts.expert_parallel import ExpertRanks, whole_experts
+from parallelize.axes.tensor.experts.expert_parallel import ExpertRanks, num_choices, scaled_experts, whole_experts
 from parallelize.axes.tensor.experts.expert_tensor_parallel import allow_any_width, dense_experts, split_experts
-from parallelize.axes.tensor.experts.scaled_experts import num_choices, scaled_experts
 from parallelize.axes.tensor.experts.shared_expert_overlap import compute_overlapped
 from parallelize.axes.tensor.install.adapted_layers import adapted_forward, bias_of_first_rank, deferred_with_adapter
 from parallelize.axes.tensor.layers.attention_layers import replicated_multihead, sharded_multihead, ulysses_attention
-from parallelize.axes.tensor.layers.channel_norm import sharded_channel_norm
 from parallelize.axes.tensor.layers.embedding import vocabulary_embedding
-from parallelize.axes.tensor.layers.feature_norm import gather_normalized
-from parallelize.axes.tensor.layers.gated_norm import sharded_gated_norm
-from parallelize.axes.tensor.layers.rms_norm import sharded_rms_norm
+from parallelize.axes.tensor.layers.norms import (
+    gather_normalized,
+    sharded_channel_norm,
+    sharded_gated_norm,
+    sharded_rms_norm,
+)
 from parallelize.axes.tensor.layers.scan import scan_forward
 from parallelize.axes.tensor.local_inputs import local_inputs
 from parallelize.axes.tensor.overlap_sites import Overlap, PlannedCallSite
@@ -41,7 +48,6 @@ from parallelize.axes.tensor.planned_forward import (
     installed,
     reading_children,
 )
-from parallelize.axes.tensor.refused_outputs import refuse_attentions, refuse_hidden_states
 from parallelize.axes.tensor.region import EvenShards, Region
 from parallelize.axes.tensor.shared_input import SharedConversion, SharedInput
 from parallelize.axes.tensor.watch.child_reads import children_read
@@ -51,7 +57,7 @@ from parallelize.base.layout import of_elements
 from parallelize.comm.groups import Group, group_for
 from parallelize.comm.handshake import InputCheck
 from parallelize.ops import collectives as ops
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.ops.vocabulary.class_targets import Vocabulary
 from parallelize.plan.adapters import BASE
 from parallelize.plan.block_formats import is_conv1d
 from parallelize.plan.model_facts import ModelFacts

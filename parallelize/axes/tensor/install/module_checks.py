@@ -7,14 +7,17 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from parallelize.axes.tensor.experts.expert_parallel import check_scaled_experts
 from parallelize.axes.tensor.experts.expert_tensor_parallel import check_experts
-from parallelize.axes.tensor.experts.scaled_experts import check_scaled_experts
 from parallelize.axes.tensor.experts.shared_expert_overlap import wrong_beside
 from parallelize.axes.tensor.layers.attention_layers import check_multihead, check_ulysses
-from parallelize.axes.tensor.layers.channel_norm import check_channel_norm, divided_statistics
 from parallelize.axes.tensor.layers.embedding import check_embedding
-from parallelize.axes.tensor.layers.gated_norm import check_gated_norm
-from parallelize.axes.tensor.layers.rms_norm import check_rms_norm
+from parallelize.axes.tensor.layers.norms import (
+    check_channel_norm,
+    check_gated_norm,
+    check_rms_norm,
+    divided_statistics,
+)
 from parallelize.axes.tensor.placements import wrong_float8_widths
 from parallelize.axes.tensor.planned_forward import argument_of
 from parallelize.axes.tensor.watch.child_reads import foreign_readers

@@ -1,8 +1,8 @@
-"""`nn.MultiheadAttention` over `tp`: the style `multihead`, which shards it by heads, and `replicate`.
+"""Attention that runs on local heads: `nn.MultiheadAttention`, and stock attention that exchanges tokens for heads (Ulysses).
 
-Its stock forward passes weights, those of `out_proj` among them, to one function that takes all heads. A sharded module runs the
-same arithmetic on this rank's heads, and calls `out_proj`, which its own rule shards by rows. A replicated one runs its stock
-forward on local tensors.
+The stock forward of `nn.MultiheadAttention` passes weights, those of `out_proj` among them, to one function that takes all heads.
+A sharded module runs the same arithmetic on this rank's heads, and calls `out_proj`, which its own rule shards by rows. A
+replicated one runs its stock forward on local tensors.
 
 Source: Vaswani et al., arXiv:1706.03762; the masks and options are those of `torch.nn.MultiheadAttention`.
 """

@@ -11,7 +11,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
-from parallelize.ops.vocabulary.vocabulary_shard import check_ids, local_ids
+from parallelize.ops.vocabulary.class_targets import check_ids, local_ids
 
 
 def check_embedding(module: Any, fqn: str) -> None:

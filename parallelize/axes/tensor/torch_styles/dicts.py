@@ -18,13 +18,15 @@ from torch.distributed.tensor import parallel as stock
 
 from parallelize.axes.tensor.shared_input import SharedConversion
 from parallelize.axes.tensor.torch_styles.boundary import (
+    ModuleStyle,
+    ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
     SequenceParallel,
+    target_of,
 )
 from parallelize.axes.tensor.torch_styles.linear import ColwiseParallel, RowwiseParallel
-from parallelize.axes.tensor.torch_styles.module_style import ModuleStyle, ParallelStyle, target_of
 from parallelize.base.errors import ModelError, PlanError, Problem, near, warn_caller
 from parallelize.state.pending_reductions import PendingReductions
 from parallelize.state.records import applied, facts_of

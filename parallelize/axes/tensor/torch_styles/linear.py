@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from parallelize.axes.tensor.layers.embedding import check_embedding, vocabulary_embedding
 from parallelize.axes.tensor.placements import BiasedOutput, convert_output, dim_of, local_input
 from parallelize.axes.tensor.planned_forward import ModuleRuntime, install
-from parallelize.axes.tensor.torch_styles.module_style import ModuleStyle, Target, planned_of, require_kind
+from parallelize.axes.tensor.torch_styles.boundary import ModuleStyle, Target, planned_of, require_kind
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import chunked, replicated
 from parallelize.comm.groups import Group

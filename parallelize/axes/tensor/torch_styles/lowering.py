@@ -15,19 +15,18 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
+from parallelize.axes.tensor.local_inputs import parsed
 from parallelize.axes.tensor.placements import dim_of
-from parallelize.axes.tensor.syntax import parsed
 from parallelize.axes.tensor.torch_styles.boundary import PrepareModuleInput, SequenceParallel
 from parallelize.axes.tensor.torch_styles.dicts import is_styles, match_styles, open_tie, spelled
 from parallelize.axes.tensor.torch_styles.linear import ColwiseParallel, RowwiseParallel
 from parallelize.plan.choose import plan_of, plan_or_none
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
-from parallelize.plan.resolve import for_model
+from parallelize.plan.resolve import for_model, layers_of
 from parallelize.plan.schema import Cuts, KeptStyle, Plan, Rule
 from parallelize.plan.styles import pytorch  # noqa: F401, so that its words are known
 from parallelize.plan.styles.style import StyleText
-from parallelize.plan.units import layers_of
 from parallelize.state.records import facts_of, record_of
 
 

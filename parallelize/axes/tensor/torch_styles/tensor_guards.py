@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallelize.axes.tensor.torch_styles.module_style import ModuleStyle
+from parallelize.axes.tensor.torch_styles.boundary import ModuleStyle
 from parallelize.axes.tensor.torch_styles.shard_misuse import refuse_training_of_unclaimed, watch_first_forwards
 from parallelize.state.guards.guard_table import PLANNED, RESOLVED, STYLED, Guard, Guarded, add_guards
 from parallelize.state.guards.other_libraries import refuse_wrappers

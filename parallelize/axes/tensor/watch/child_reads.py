@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from parallelize.axes.tensor.syntax import attribute_path, local_names, own_attribute, parsed, receiver
+from parallelize.axes.tensor.local_inputs import attribute_path, local_names, own_attribute, parsed, receiver
 from parallelize.base.errors import ModelError, Problem
 from parallelize.plan.adapters import adapted_layers
 from parallelize.plan.model_facts import ModelFacts

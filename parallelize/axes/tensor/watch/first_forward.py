@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from parallelize.axes.tensor.planned_forward import installed
-from parallelize.axes.tensor.watch.added_parts import refuse_adapters, refuse_kept
-from parallelize.axes.tensor.watch.shard_dims import Kind, ShardDim
+from parallelize.axes.tensor.watch.shard_dims import Kind, ShardDim, refuse_adapters, refuse_kept
 from parallelize.axes.tensor.watch.shard_follower import ShardFollower
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.state.later_changes import is_of_packages

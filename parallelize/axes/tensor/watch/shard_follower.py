@@ -17,9 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize.axes.tensor.planned_forward import is_shape_error, misread_shard
-from parallelize.axes.tensor.watch.added_parts import Given, refuse_added
 from parallelize.axes.tensor.watch.child_reads import reads_parameter
-from parallelize.axes.tensor.watch.shard_dims import ShardDim
+from parallelize.axes.tensor.watch.shard_dims import Given, ShardDim, refuse_added
 from parallelize.axes.tensor.watch.shard_operations import Call, mixes, scrambles, shard_of_result
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.package import FOLDER

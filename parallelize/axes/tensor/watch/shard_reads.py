@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from parallelize.axes.tensor.syntax import parsed
+from parallelize.axes.tensor.local_inputs import parsed
 
 _FACTS = ("shape", "size", "dtype", "device", "ndim", "dim", "numel", "is_cuda", "requires_grad")
 _ELEMENTWISE = frozenset(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallelize.axes.vocabulary.generation.fixed_cache import set_length, why_not_fixed, with_fixed_room
+from parallelize.axes.vocabulary.generation.caches import set_length, why_not_fixed, with_fixed_room
 from parallelize.axes.vocabulary.logits.forms import shard_of
 from parallelize.axes.vocabulary.sampling.candidates import Candidates
 from parallelize.axes.vocabulary.sampling.draw import SamplingOptions, can_be_captured, draw

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.axes.vocabulary.generation.caches import reserve
 from parallelize.axes.vocabulary.generation.captured_decoding import (
     CapturedDecoding,
     is_worthwhile,
@@ -16,7 +17,6 @@ from parallelize.axes.vocabulary.generation.captured_decoding import (
     warn_of,
     why_not,
 )
-from parallelize.axes.vocabulary.generation.growing_cache import reserve
 from parallelize.axes.vocabulary.generation.transformers_generate import (
     fast_generation,
     generating_groups,
@@ -27,7 +27,7 @@ from parallelize.axes.vocabulary.sampling.candidates import Candidates
 from parallelize.axes.vocabulary.sampling.draw import SamplingOptions, draw
 from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.ops.random.counter import Key, key
-from parallelize.ops.vocabulary.vocabulary_shard import check_ids
+from parallelize.ops.vocabulary.class_targets import check_ids
 from parallelize.plan.models.wrapped_models import forward_signature
 
 T = torch.Tensor

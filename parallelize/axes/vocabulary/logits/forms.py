@@ -20,10 +20,10 @@ from parallelize.base.mesh import DATA_AXES
 from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.meshes import mesh_spec
 from parallelize.ops import collectives as ops
+from parallelize.ops.vocabulary.class_targets import Vocabulary
 from parallelize.ops.vocabulary.cross_entropy import prepare_targets
 from parallelize.ops.vocabulary.linear_cross_entropy import HeadLoss, check_storage, default_chunk, linear_losses
 from parallelize.ops.vocabulary.softmax import working_dtype
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 
 T = torch.Tensor
 

@@ -20,9 +20,9 @@ from parallelize.axes.vocabulary.logits.row_functions import JOINS, ROW_FUNCTION
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.ops import collectives as ops
+from parallelize.ops.vocabulary.class_targets import Vocabulary
 from parallelize.ops.vocabulary.cross_entropy import prepare_targets, token_losses
 from parallelize.ops.vocabulary.softmax import working_dtype
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 
 T = torch.Tensor
 

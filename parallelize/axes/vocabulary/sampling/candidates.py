@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize.axes.vocabulary.sampling.no_waits import avoids_waits
+from parallelize.axes.vocabulary.sampling.noise import avoids_waits
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.comm.groups import Group
 from parallelize.ops.random.counter import block_size, log
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.ops.vocabulary.class_targets import Vocabulary
 
 T = torch.Tensor
 

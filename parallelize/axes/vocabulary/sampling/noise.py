@@ -1,10 +1,9 @@
-"""Counter-based Gumbel noise: a function of a key, a row and a token id, with the same bits on any rank and machine."""
+"""Counter-based Gumbel noise: a function of a key, a row and a token id, with the same bits on any rank, and without waits."""
 
 from __future__ import annotations
 
 import torch
 
-from parallelize.axes.vocabulary.sampling.no_waits import avoids_waits
 from parallelize.ops.random.counter import AnyKey, log, open_uniform
 
 T = torch.Tensor
@@ -46,3 +45,20 @@ def highest_score(z: T, ids: T, rows: T, scale: T | None, noise_key: AnyKey) -> 
 def _highest(scores: T) -> tuple[T, T]:
     score, index = scores.max(-1)
     return torch.where(score.isfinite() | (score == -torch.inf), score, torch.inf), index
+
+
+# -- no waits --------------------------------------------------------------------------------------------------------
+# Where more arithmetic is cheaper than to wait for a count. On a CPU the few candidates that matter are selected
+# first. On a GPU the host would wait for their number, once for each selection, and a CUDA graph cannot contain that.
+# There a moderate number of candidates is computed in full. The results are the same.
+
+
+_MAX_CANDIDATES = 1 << 20  # float64 numbers that a GPU's kernel reads in about the time of its start
+
+
+def avoids_waits(device: torch.device, count: int) -> bool:
+    """Whether functions of `count` candidates on this device compute all of them instead of selecting some.
+
+    Where ranks communicate, `count` is the same on all of them.
+    """
+    return device.type != "cpu" and count <= _MAX_CANDIDATES

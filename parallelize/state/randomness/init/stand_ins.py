@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallelize.state.guards.user_initializers import is_guard
+from parallelize.state.guards.stock_methods import is_guard
 from parallelize.state.local_config import LocalConfig
-from parallelize.state.randomness.init.recipes import Initialization, Recipe, Unknown
-from parallelize.state.randomness.init.recorder import record_initialization
+from parallelize.state.randomness.init.recorder import Initialization, Recipe, Unknown, record_initialization
 from parallelize.state.records import KEY
 
 _NOT_COPIED = {"forward", "to_empty", "_apply", KEY, "_is_hf_initialized", "_compiled_call_impl"}

@@ -15,8 +15,7 @@ import torch
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.state.randomness.init.recipes import Recipe
-from parallelize.state.randomness.init.recorder import InitRecording, RecordedOp, View
+from parallelize.state.randomness.init.recorder import InitRecording, Recipe, RecordedOp, View
 
 Take = Callable[[str, torch.Tensor], None]
 

@@ -14,8 +14,7 @@ from parallelize.axes.pipeline.schedules import Action
 from parallelize.axes.pipeline.step_runner import AHEAD
 from parallelize.axes.pipeline.timeline import Receive, Send
 from parallelize.plan.parameter_shards import ParameterShard, stored_elements, zero_groups
-from parallelize.tools.analysis.cost.data_axes import buckets_of, view_of
-from parallelize.tools.analysis.cost.matrix_steps import MOMENTUM_BYTES
+from parallelize.tools.analysis.cost.data_axes import MOMENTUM_BYTES, buckets_of, view_of
 from parallelize.tools.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
 from parallelize.tools.analysis.cost.training_step import RankStep, receives_early
 from parallelize.tools.analysis.record.trace_data import Segment

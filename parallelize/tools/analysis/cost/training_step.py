@@ -15,8 +15,7 @@ from parallelize.axes.pipeline.schedules import Action, Schedule
 from parallelize.axes.pipeline.timeline import Receive, Send, Step
 from parallelize.plan.parameter_shards import ParameterShard
 from parallelize.plan.stages import Stages
-from parallelize.tools.analysis.cost.data_axes import data_messages
-from parallelize.tools.analysis.cost.matrix_steps import MatrixSteps
+from parallelize.tools.analysis.cost.data_axes import MatrixSteps, data_messages
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.record.layer_dedup import ABSENT
 from parallelize.tools.analysis.record.trace_data import (

@@ -21,13 +21,12 @@ from parallelize.axes.batch.input_batch import BatchForm
 from parallelize.axes.context.context_parallel import apply_context
 from parallelize.axes.context.forward_state import context_of
 from parallelize.axes.context.local_sequences import local_targets
-from parallelize.axes.pipeline.batch_reader import split_batch
+from parallelize.axes.pipeline.batch_reader import beside_prompts, split_batch, token_loss
 from parallelize.axes.pipeline.schedules import Action, build_schedule
 from parallelize.axes.pipeline.stage_forward import SingleStageRunner, carried_arguments
 from parallelize.axes.pipeline.step_runner import StepRun
-from parallelize.axes.pipeline.step_targets import beside_prompts, token_loss
 from parallelize.axes.recomputation.recompute import recompute
-from parallelize.axes.tensor.experts.balanced_routing import experts_of
+from parallelize.axes.tensor.experts.routing_load import experts_of
 from parallelize.axes.vocabulary.loss.losses import fuse_heads, valid_tokens
 from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.reduced_parameters import cast_parameters
@@ -35,7 +34,7 @@ from parallelize.axes.zero.router_loss import asks_for_router_loss, recorded_rou
 from parallelize.base.errors import ModelError, ParallelizeError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.meshes import mesh_spec
-from parallelize.ops.experts.assumed_routing import AssumedRouting
+from parallelize.ops.experts.routes import AssumedRouting
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
@@ -44,9 +43,8 @@ from parallelize.plan.stages import Stages
 from parallelize.state.records import record_of
 from parallelize.tools.analysis.record.attention_model import forwards_on_meta
 from parallelize.tools.analysis.record.layer_dedup import LayerClasses, Marks, drop_represented, is_regular, segments_of
-from parallelize.tools.analysis.record.scopes import Scopes
 from parallelize.tools.analysis.record.trace_data import OUTSIDE, MicrobatchTrace, StageBoundary
-from parallelize.tools.analysis.record.tracing import Event, MeshAxes, Tracer
+from parallelize.tools.analysis.record.tracing import Event, MeshAxes, Scopes, Tracer
 from parallelize.training.parallelize_module import apply_plan
 
 T = torch.Tensor

@@ -24,9 +24,8 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.meshes import mesh_spec
 from parallelize.state.records import record_of
 from parallelize.tools.analysis.record.attention_model import forwards_on_meta
-from parallelize.tools.analysis.record.scopes import Scopes
 from parallelize.tools.analysis.record.trace_data import LOSS
-from parallelize.tools.analysis.record.tracing import MeshAxes, Tracer
+from parallelize.tools.analysis.record.tracing import MeshAxes, Scopes, Tracer
 
 T = torch.Tensor
 Shape = tuple[int, ...]

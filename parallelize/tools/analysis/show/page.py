@@ -23,10 +23,9 @@ from parallelize.tools.analysis.show.canvas import (
     text_width,
     times,
 )
+from parallelize.tools.analysis.show.charts import draw_pipeline, draw_shards
 from parallelize.tools.analysis.show.explanation import Explanation, RankReport
 from parallelize.tools.analysis.show.memory_chart import draw_parts, draw_step, key, scale_of
-from parallelize.tools.analysis.show.pipeline_chart import draw_pipeline
-from parallelize.tools.analysis.show.shard_chart import draw_shards
 from parallelize.tools.analysis.show.tables import (
     Table,
     advice_table,

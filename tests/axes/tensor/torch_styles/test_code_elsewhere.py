@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as stock
 
 from parallelize import build_mesh, parallelize_module
-from parallelize.axes.tensor.watched_dtensor import WatchedDTensor
+from parallelize.axes.tensor.dtensor_handover import WatchedDTensor
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
 

@@ -12,7 +12,7 @@ from parallelize import build_mesh, generate, parallelize_module, sample
 from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.ops.vocabulary.class_targets import Vocabulary
 from tests.support.models import tiny_model
 
 SAMPLED = {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02}

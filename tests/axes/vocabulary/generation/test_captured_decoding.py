@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from parallelize import ModelError, build_mesh, generate, parallelize_module
-from parallelize.axes.vocabulary.generation import captured_decoding, fixed_cache, loop
+from parallelize.axes.vocabulary.generation import caches as fixed_cache
+from parallelize.axes.vocabulary.generation import captured_decoding, loop
+from parallelize.axes.vocabulary.generation.caches import set_length, why_not_fixed, with_fixed_room
 from parallelize.axes.vocabulary.generation.captured_decoding import CapturedDecoding, why_not
-from parallelize.axes.vocabulary.generation.fixed_cache import set_length, why_not_fixed, with_fixed_room
 from parallelize.axes.vocabulary.sampling import candidates, noise
 from tests.axes.vocabulary.generation import generation_jobs
 from tests.axes.vocabulary.generation.generation_jobs import SAMPLED, lively_model, ours, prompts

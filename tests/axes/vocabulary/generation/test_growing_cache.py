@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from parallelize.axes.vocabulary.generation.growing_cache import reserve
+from parallelize.axes.vocabulary.generation.caches import reserve
 
 cache_utils = pytest.importorskip("transformers.cache_utils")
 

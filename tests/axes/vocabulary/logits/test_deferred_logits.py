@@ -19,7 +19,7 @@ from parallelize import (
 )
 from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.comm.groups import Group
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.ops.vocabulary.class_targets import Vocabulary
 from parallelize.state.records import applied
 from tests.axes.vocabulary.small_head import HIDDEN, TOKENS, VOCAB, alone, on_two, slug_of, small
 from tests.support.models import tiny_batch, tiny_model

@@ -24,7 +24,7 @@ from parallelize import (
 from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.ops.vocabulary.class_targets import Vocabulary
 from tests.support.memory import peak_bytes
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst

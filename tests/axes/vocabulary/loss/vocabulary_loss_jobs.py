@@ -25,7 +25,7 @@ from parallelize import (
 from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.ops.vocabulary.class_targets import Vocabulary
 from parallelize.plan.choose import plan_of
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import compare, planned_run, reference_run, worst

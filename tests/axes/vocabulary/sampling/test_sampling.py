@@ -16,7 +16,7 @@ from parallelize.axes.vocabulary.sampling.noise import gumbel
 from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
 from parallelize.ops.random.counter import key, open_uniform
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.ops.vocabulary.class_targets import Vocabulary
 from tests.support.threads import run_ranks
 
 ROWS = 6

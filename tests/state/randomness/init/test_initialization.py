@@ -18,7 +18,7 @@ from parallelize.plan.plan_file import parse_plan
 from parallelize.state.randomness.init import stock_generator as stock_numbers
 from parallelize.state.randomness.init.distributions import Normal
 from parallelize.state.randomness.init.initialize import build_on_meta, initialize, recipe_of
-from parallelize.state.randomness.init.recipes import Computed, Fills, Unknown
+from parallelize.state.randomness.init.recorder import Computed, Fills, Unknown
 from parallelize.state.records import applied
 from tests.support.models import COMMON, FAMILIES
 from tests.support.threads import run_ranks

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelize import Muon, balanced_routing, build_mesh, parallelize_model
 from parallelize.axes.tensor.experts import expert_parallel
-from parallelize.axes.tensor.experts.balanced_routing import experts_of
+from parallelize.axes.tensor.experts.routing_load import experts_of
 from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.mesh import EXPERT_AXES, SAMPLE_AXES, MeshSpec, folded

@@ -15,9 +15,9 @@ from parallelize.axes.pipeline.schedules import build_schedule
 from parallelize.axes.pipeline.timeline import simulate
 from parallelize.tools.analysis.explain import explain
 from parallelize.tools.analysis.show.canvas import amount, count, duration, ticks, times
+from parallelize.tools.analysis.show.charts import draw_pipeline
 from parallelize.tools.analysis.show.memory_chart import draw_step, scale_of, timed_moments
 from parallelize.tools.analysis.show.page import as_html, compare_html, draw_traffic
-from parallelize.tools.analysis.show.pipeline_chart import draw_pipeline
 from parallelize.tools.analysis.show.tables import expensive_first, largest, parts_of
 from parallelize.tools.analysis.show.terminal_report import MAX_MESSAGES, as_text, compare_text
 from tests.tools.analysis.cost.explain_jobs import source_of

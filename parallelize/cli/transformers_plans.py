@@ -14,7 +14,8 @@ from typing import Any
 
 from parallelize.base.errors import CheckpointError, ModelError, PlanError, Problem
 from parallelize.plan.hf_plans import ATTRIBUTES, ForeignPlan, words_of
-from parallelize.plan.models.config_limits import config_path, config_problems, read_object
+from parallelize.plan.models.config_file import config_path, read_object
+from parallelize.plan.models.config_limits import config_problems
 from parallelize.plan.pattern import generic
 
 

@@ -129,7 +129,7 @@ def _full_ids(ids: torch.Tensor) -> torch.Tensor:
 # -- gathered for code -----------------------------------------------------------------------------------------------
 # The gathered input of a block whose own code reads it: a DTensor, until a forward has shown that a plain tensor will
 # do. PyTorch's `PrepareModuleInput` passes a DTensor by default, because the code of the block may compute with it.
-# Most code only asks for its shape and passes it to linears, which the first forward shows (`watched_dtensor.py`). A
+# Most code only asks for its shape and passes it to linears, which the first forward shows (`dtensor_handover.py`). A
 # plain tensor has two gradients: that of column linears is one term of a sum on each rank, that of any other code is
 # the same on all ranks. So it is gathered with the second, and a linear that reads the very tensor takes the first,
 # from the shard behind it.

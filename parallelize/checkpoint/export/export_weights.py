@@ -27,7 +27,7 @@ from parallelize.checkpoint.export.weight_buckets import (
 from parallelize.checkpoint.format.device_pieces import bytes_of, torch_dtype
 from parallelize.checkpoint.hub.adapter_folder import adapter_state, refuse_unmerged
 from parallelize.checkpoint.hub.described_tensors import owned_by_rank, tensors_of_model
-from parallelize.checkpoint.hub.folder import HubTensor, parse_size
+from parallelize.checkpoint.hub.file_shards import HubTensor, parse_size
 from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
 from parallelize.checkpoint.hub.tensor_messages import (
     HubTensors,

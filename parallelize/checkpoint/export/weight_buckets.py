@@ -13,7 +13,7 @@ from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import full_box, shape_of, volume
 from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.header import SIZES
-from parallelize.checkpoint.hub.folder import HubTensor
+from parallelize.checkpoint.hub.file_shards import HubTensor
 from parallelize.checkpoint.hub.tensor_messages import StridedRegion, TensorMessage, contiguous_region
 
 T = torch.Tensor

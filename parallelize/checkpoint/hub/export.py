@@ -24,7 +24,7 @@ from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.hub.adapter_folder import refuse_unmerged, stock_module
 from parallelize.checkpoint.hub.described_tensors import owned_by_rank, tensors_of_model
 from parallelize.checkpoint.hub.extras import carried_files, write_extras
-from parallelize.checkpoint.hub.folder import INDEX, HubTensor, assign_files, index_of, parse_size
+from parallelize.checkpoint.hub.file_shards import INDEX, HubTensor, assign_files, index_of, parse_size
 from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
 from parallelize.checkpoint.hub.tensor_messages import HubTensors, OwnedBoxes, TensorMessage, as_target, dtype_code
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh

@@ -25,7 +25,7 @@ from parallelize.base.files.boxes import (
 from parallelize.checkpoint.format.device_pieces import code_of, torch_dtype
 from parallelize.checkpoint.hub.adapter_folder import stock_parts_to_save
 from parallelize.checkpoint.hub.described_tensors import Owned, describe_tensors
-from parallelize.checkpoint.hub.folder import HubTensor
+from parallelize.checkpoint.hub.file_shards import HubTensor
 from parallelize.checkpoint.hub.names import ModelTensor
 from parallelize.checkpoint.hub.pretrained import fqn_of
 from parallelize.checkpoint.run.local_tensors import BoxToWrite, ModelOnMesh, parameters

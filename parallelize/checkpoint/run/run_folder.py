@@ -1,6 +1,6 @@
 """The folder of a run: who may write to it, which checkpoints it contains, and which of them are removed.
 
-All ranks share it, or each node has one of its own (`nodes`). On every node the first rank, its leader, locks and cleans it.
+All ranks share it, or each node has one of its own (`node_files`). On every node the first rank, its leader, locks and cleans it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     folder to write into -> each rank's file, flushed -> reports to the first rank -> manifest -> rename -> `latest`
 
 Before the rename there is no new checkpoint; after it there is a complete one. An error on any rank is raised on all ranks. Nodes
-that share no folder get the manifest from the first rank, and publish it together: see `publish_on_nodes`.
+that share no folder get the manifest from the first rank, and publish it together: see `node_files`.
 """
 
 from __future__ import annotations

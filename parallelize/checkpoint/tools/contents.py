@@ -24,8 +24,8 @@ from parallelize.checkpoint.format.folders import saving_nodes
 from parallelize.checkpoint.format.gather import GatheredCheckpoint, Source, gather, sources_of
 from parallelize.checkpoint.format.header import read_header
 from parallelize.checkpoint.format.manifest import NAME, SavedTensor
-from parallelize.checkpoint.hub.extras import read_hub_config
-from parallelize.checkpoint.hub.folder import INDEX, SINGLE
+from parallelize.checkpoint.hub.config_json import read_hub_config
+from parallelize.checkpoint.hub.file_shards import INDEX, SINGLE
 
 _STRUCTS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 

@@ -22,7 +22,7 @@ from parallelize.base.files.boxes import Box, Part, full_part, slices_of
 from parallelize.base.mesh import MeshSpec
 from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor
-from parallelize.checkpoint.hub.extras import generation_config_text
+from parallelize.checkpoint.hub.config_json import generation_config_text
 from parallelize.checkpoint.hub.folder import HubFolder
 from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, TensorSources, find_sources, source_names
 from parallelize.checkpoint.hub.pretrained import model_tensors

@@ -25,7 +25,7 @@ from parallelize.checkpoint.format.header import CODES, FLOATS, TORCH
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.hub.extras import carried_files, carry_files, write_extras
-from parallelize.checkpoint.hub.folder import INDEX, HubTensor, assign_files, index_of, parse_size
+from parallelize.checkpoint.hub.file_shards import INDEX, HubTensor, assign_files, index_of, parse_size
 from parallelize.checkpoint.hub.names import ModelTensor, parts_to_save
 from parallelize.checkpoint.hub.pretrained import model_tensors
 from parallelize.checkpoint.run.fill_tensors import Files, read_box

@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from parallelize.base.errors import ModelError, Problem
-from parallelize.plan.models.config_limits import in_dtype
 from parallelize.plan.models.float8_linears import as_plain_linears
 from parallelize.plan.models.image_inputs import (
     accepts_images,
@@ -34,7 +33,7 @@ from parallelize.plan.models.image_inputs import (
     images_in_text,
     plain_tokens,
 )
-from parallelize.plan.models.tiny_copy import meta_copy, rebind_functions
+from parallelize.plan.models.tiny_copy import in_dtype, meta_copy, rebind_functions
 from parallelize.plan.models.transformers_models import (
     KNOWN,
     class_of,

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from parallelize.base.errors import ModelError, ParallelizeError, Problem, did_you_mean
-from parallelize.plan.models.config_limits import config_path, config_problems, read_config
+from parallelize.plan.models.config_file import config_path, read_config
+from parallelize.plan.models.config_limits import config_problems
 
 
 def config_of_file(path: Path, overrides: Mapping[str, Any]) -> Any:

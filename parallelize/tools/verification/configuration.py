@@ -20,10 +20,10 @@ from parallelize.base.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.base.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.plan.choose import plan_or_none, shipped_plan_of
 from parallelize.plan.model_facts import describe
-from parallelize.plan.models.config_limits import in_dtype
 from parallelize.plan.models.model_source import ModelSource, copy_of, read_model, source_of
 from parallelize.plan.models.nested_tensors import map_tensors
 from parallelize.plan.models.proportional_config import disable_dropout, without_dropout
+from parallelize.plan.models.tiny_copy import in_dtype
 from parallelize.plan.models.transformers_models import is_config
 from parallelize.plan.options import Options
 from parallelize.plan.pattern import alternatives, matches

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from parallelize.plan.models.config_limits import in_dtype
 from parallelize.plan.models.image_inputs import PATCHES, side_of
 from parallelize.plan.models.model_source import ModelSource
 from parallelize.plan.models.proportional_config import divided, without_dropout
+from parallelize.plan.models.tiny_copy import in_dtype
 from parallelize.tools.verification.precision import computing_in
 from parallelize.tools.verification.scale import scaled
 from parallelize.tools.verification.scale_parts import part_names, scaled_parts

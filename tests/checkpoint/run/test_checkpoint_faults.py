@@ -520,8 +520,7 @@ def test_all_operations_on_disk_are_swept():
     package = Path(folders.__file__).parents[1]
     for name in (
         "run/save",
-        "run/nodes",
-        "run/publish_on_nodes",
+        "run/node_files",
         "run/run_folder",
         "format/writer",
         "format/folders",

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from parallelize.plan.models.config_limits import in_dtype
 from parallelize.plan.models.model_source import source_of
+from parallelize.plan.models.tiny_copy import in_dtype
 
 
 class Rotary(nn.Module):

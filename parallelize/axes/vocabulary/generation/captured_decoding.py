@@ -2,7 +2,7 @@
 
 They are hundreds of short kernels, which the host starts more slowly than a GPU runs them. A graph of them, with their collectives,
 is started by one call. It repeats what was captured, with the same tensors: ids, positions and the key of the draw are copied into
-it, and the cache has a fixed size (`fixed_cache`). When the cache is full, a larger one is made and captured anew.
+it, and the cache has a fixed size (`caches`). When the cache is full, a larger one is made and captured anew.
 
 Forwards with the first such cache, captured and not, are compared with one that reads the prompt's own cache. Of each graph the second
 replay is compared too, for what Python would do otherwise from token to token. If logits differ on a rank, or a forward waits for the

@@ -2,12 +2,13 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.checkpoint
 
-All save the same state: a model sharded over tp, and AdamW's state. Every save is flushed to the disk. Before each timing,
-pending writes are flushed (`sync`) and the ranks synchronize. Loads read the files from the page cache. PyTorch's checkpoint
-and plain safetensors have no hashes; this package always writes them, and compares them unless `check=False`.
+All save the same state: a model sharded over tp, and AdamW's state. Every save is flushed to the disk. Before each
+timing, pending writes are flushed (`sync`) and the ranks synchronize. Loads read the files from the page cache.
+PyTorch's checkpoint and plain safetensors have no hashes; this package always writes them, and compares them unless
+`check=False`.
 
-The last table loads a checkpoint of nodes without a shared folder, of one rank each: where it was saved, and with the folders
-exchanged, so that each rank receives everything from another one.
+The last table loads a checkpoint of nodes without a shared folder, of one rank each: where it was saved, and with the
+folders exchanged, so that each rank receives everything from another one.
 """
 
 from __future__ import annotations

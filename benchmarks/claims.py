@@ -61,7 +61,8 @@ def _of_generation(result: Any, name: str, phase: str) -> list[Any]:
 CLAIMS = (
     Claim(
         STEP,
-        "host time of a step against hand-written Megatron style, hidden 64, by plan: TP, nested blocks / TP + SP, nested / TP, flat / TP + SP, flat",
+        "host time of a step against hand-written Megatron style, hidden 64, by plan: TP, nested blocks / TP + SP, "
+        "nested / TP, flat / TP + SP, flat",
         "host_overhead_fake",
         _steps("plan", "hand"),
     ),
@@ -74,7 +75,9 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "processor time of `parallel.step`, with its checks, against forward, loss and backward of the same planned Llama in a loop, hidden 64: tp 2, 2 layers / and sequence parallel / 32 layers / and sequence parallel / tp 4, 2 layers / and sequence parallel / 32 layers / and sequence parallel",
+        "processor time of `parallel.step`, with its checks, against forward, loss and backward of the same planned "
+        "Llama in a loop, hidden 64: tp 2, 2 layers / and sequence parallel / 32 layers / and sequence parallel / tp "
+        "4, 2 layers / and sequence parallel / 32 layers / and sequence parallel",
         "recommended_step",
         lambda result: [row["step over loop"] for row in result["results"]],
     ),
@@ -98,7 +101,8 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "`all_gather_linear` [2048 x 2048] at 1 Gbit/s, two ranks, our own synchronous version over it: forward / forward and backward",
+        "`all_gather_linear` [2048 x 2048] at 1 Gbit/s, two ranks, our own synchronous version over it: forward / "
+        "forward and backward",
         "collective_matmul_1gbit",
         _matmul("all_gather_linear", lambda row: row["sync/chunked"]),
     ),
@@ -116,7 +120,8 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "`all_gather_linear`, time over the same messages and matmuls that do not wait for each other: forward / forward and backward",
+        "`all_gather_linear`, time over the same messages and matmuls that do not wait for each other: forward / "
+        "forward and backward",
         "collective_matmul_1gbit",
         _matmul("all_gather_linear", lambda row: row["chunked/unbound"]),
     ),
@@ -164,13 +169,15 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "the same by a plan on four ranks, two on each core, hidden 256: PyTorch's TP + SP over ours / by hand over ours",
+        "the same by a plan on four ranks, two on each core, hidden 256: PyTorch's TP + SP over ours / by hand over "
+        "ours",
         "microbatch_step_4_1gbit",
         lambda result: [result["results"][0][key] for key in ("stock/paired", "hand/paired")],
     ),
     Claim(
         STEP,
-        'the same at 10 Gbit/s, hidden 256, with `overlap_microbatches="auto"`: PyTorch\'s TP + SP over ours / by hand over ours',
+        'the same at 10 Gbit/s, hidden 256, with `overlap_microbatches="auto"`: PyTorch\'s TP + SP over ours / by '
+        "hand over ours",
         "microbatch_step_10gbit",
         lambda result: [result["results"][0][key] for key in ("stock/auto", "hand/auto")],
     ),
@@ -194,7 +201,8 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "one block of experts: ours over one by hand in plain functions, `ep` 2 / at `ep` 1 with few tokens over the stock block",
+        "one block of experts: ours over one by hand in plain functions, `ep` 2 / at `ep` 1 with few tokens over the "
+        "stock block",
         "experts_2_loopback",
         lambda result: [result["block by us/by hand"], result["block at ep 1/stock"]],
     ),
@@ -214,7 +222,8 @@ CLAIMS = (
     Claim(STEP, "step of seven schedules over PyTorch's pipelining by hand, two ranks", "pipeline", _each("ratio")),
     Claim(
         STEP,
-        "step over PyTorch's on two ranks: ZeRO 0 against DDP / ZeRO 1 against ZeroRedundancyOptimizer / ZeRO 2 against `fully_shard` that keeps parameters / ZeRO 3 against `fully_shard`",
+        "step over PyTorch's on two ranks: ZeRO 0 against DDP / ZeRO 1 against ZeroRedundancyOptimizer / ZeRO 2 "
+        "against `fully_shard` that keeps parameters / ZeRO 3 against `fully_shard`",
         "zero",
         _each("ratio"),
     ),
@@ -227,7 +236,8 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "the attention alone, ring over one rank, forward and backward: float32 causal / full / window / packed / bfloat16 causal / full / window / packed",
+        "the attention alone, ring over one rank, forward and backward: float32 causal / full / window / packed / "
+        "bfloat16 causal / full / window / packed",
         "ring_attention",
         lambda result: [row["ring over one rank"] for row in result["rows"]],
     ),
@@ -239,7 +249,9 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "step with each layer compiled over the eager one, two ranks: hidden 256 with tensor / sequence / sequence and chunked overlap / sequence and automatic overlap / hidden 1,024 with tensor / sequence / sequence and chunked overlap / sequence and automatic overlap",
+        "step with each layer compiled over the eager one, two ranks: hidden 256 with tensor / sequence / sequence "
+        "and chunked overlap / sequence and automatic overlap / hidden 1,024 with tensor / sequence / sequence and "
+        "chunked overlap / sequence and automatic overlap",
         "compiled_step",
         lambda result: [row["compiled over eager"] for row in result["results"]],
     ),
@@ -251,7 +263,8 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "tokens/s of decoding over `transformers`' tensor parallelism, two ranks of one host, `parallelize.generate`: batch 1 / 8",
+        "tokens/s of decoding over `transformers`' tensor parallelism, two ranks of one host, `parallelize.generate`: "
+        "batch 1 / 8",
         "generate",
         lambda result: _of_generation(result, "ours", "decode"),
     ),
@@ -286,7 +299,8 @@ CLAIMS = (
     *(
         Claim(
             STEP,
-            f"processor time of a step with an open `watch` against one without, {calls} collectives: a plan / PyTorch's dict",
+            f"processor time of a step with an open `watch` against one without, {calls} collectives: a plan / "
+            "PyTorch's dict",
             "watch_cost",
             lambda result, mode=mode: [result["forms"][f"{by} {mode}"]["cpu_ratio"] for by in ("plan", "dict")],
         )
@@ -294,7 +308,8 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "time that it takes for one collective / for one turn of its thread, of which there are two in a second, in a loop",
+        "time that it takes for one collective / for one turn of its thread, of which there are two in a second, in a "
+        "loop",
         "watch_cost",
         lambda result: [result["call_us"], result["turn_us"]],
         "us",
@@ -302,20 +317,23 @@ CLAIMS = (
     *GPU_CLAIMS,
     Claim(
         WEIGHTS,
-        "1,000 weights of a tensor-parallel model as full tensors on both of two ranks, gathering tensor by tensor over: `WeightExporter` / `export_weights` / its first call, which plans",
+        "1,000 weights of a tensor-parallel model as full tensors on both of two ranks, gathering tensor by tensor "
+        "over: `WeightExporter` / `export_weights` / its first call, which plans",
         "export",
         lambda result: [result["ratios"][name] for name in ("buckets", "export_weights", "export_weights, first call")],
     ),
     Claim(
         WEIGHTS,
-        "a Hub folder of 16 layers over tp 2, quantized to NF4 while it is read: bytes that a rank stores for a weight over tp",
+        "a Hub folder of 16 layers over tp 2, quantized to NF4 while it is read: bytes that a rank stores for a "
+        "weight over tp",
         "quantized",
         lambda result: [round(result["bytes a weight"]["nf4"], 3)],
         "bytes",
     ),
     Claim(
         WEIGHTS,
-        "growth of the largest resident set of a rank meanwhile, over what it stores then / over that of loading bfloat16",
+        "growth of the largest resident set of a rank meanwhile, over what it stores then / over that of loading "
+        "bfloat16",
         "quantized",
         lambda result: [
             result["bytes"]["nf4"]["risen"] / result["bytes"]["nf4"]["stored"],
@@ -324,7 +342,8 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "forward and backward of a frozen linear of 1,024 x 1,024 on 1,024 tokens, on the CPU, over `nn.Linear`: NF4 / int8",
+        "forward and backward of a frozen linear of 1,024 x 1,024 on 1,024 tokens, on the CPU, over `nn.Linear`: NF4 "
+        "/ int8",
         "quantized",
         lambda result: [result["ratios"][form] for form in ("nf4", "int8")],
     ),
@@ -342,7 +361,8 @@ CLAIMS = (
     ),
     Claim(
         WEIGHTS,
-        "pretrained weights into tp shards over `transformers`' own loading, which maps most of them: until the call returns / until every weight was read once / until it was then written to once",
+        "pretrained weights into tp shards over `transformers`' own loading, which maps most of them: until the call "
+        "returns / until every weight was read once / until it was then written to once",
         "load",
         lambda result: _of_load(result, "ours"),
     ),

@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 2 -m benchmarks.collective_matmul
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.collective_matmul --json out.json --plot out.svg
 
-For each shape, `link` is one phase of messages alone, by the cheapest exchange, and `compute` one matmul alone. The limit of a
-pass is the larger of its messages and its matmuls; passes add up. `unbound` runs the same messages and matmuls pass by pass, neither
-waiting for the other: what perfect overlap would take on these cores, which also serve the network. `sync` is this package
-without overlap, `chunked/n` with n chunks per shard, `auto` what the calibration chose, `stock` PyTorch's all-gather then
-`F.linear`, or `F.linear` then reduce-scatter. Every round times each variant once, in random order; figures are medians.
+For each shape, `link` is one phase of messages alone, by the cheapest exchange, and `compute` one matmul alone. The
+limit of a pass is the larger of its messages and its matmuls; passes add up. `unbound` runs the same messages and
+matmuls pass by pass, neither waiting for the other: what perfect overlap would take on these cores, which also serve
+the network. `sync` is this package without overlap, `chunked/n` with n chunks per shard, `auto` what the calibration
+chose, `stock` PyTorch's all-gather then `F.linear`, or `F.linear` then reduce-scatter. Every round times each variant
+once, in random order; figures are medians.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Shape:
-    """[rows, inner] times [outs, inner] on this rank: for a gather `inner` is full and `outs` sharded, else the reverse."""
+    """[rows, inner] times [outs, inner] on this rank: for a gather `inner` is full and `outs` sharded, else the
+    reverse."""
 
     def __init__(self, op: str, rows: int, inner: int, outs: int, group: Group):
         self.op, self.group, self.rows, self.size = op, group, rows, group.size

@@ -1,9 +1,10 @@
-"""A training step of a planned model, eager and with each layer compiled by inductor; and how often a layer is compiled.
+"""A training step of a planned model, eager and with each layer compiled by inductor; and how often a layer is
+compiled.
 
     torchrun --nproc-per-node 2 -m benchmarks.compiled_step
 
-A stock Llama of `transformers` over tp, with and without sequence parallelism and overlap. After the timed rounds the batch changes
-its size three times: a layer may be compiled once more, for sizes that it then takes all of.
+A stock Llama of `transformers` over tp, with and without sequence parallelism and overlap. After the timed rounds the
+batch changes its size three times: a layer may be compiled once more, for sizes that it then takes all of.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def measure(hidden: int, form: str, args: argparse.Namespace) -> dict[str, Any]:
 def tell(result: dict[str, Any]) -> None:
     spread, ms = result["compiled over eager"], result["ms"]
     print(
-        f"hidden {result['hidden']:5} {result['form']:18} eager {ms['eager']:6.1f} ms  compiled {ms['compiled']:6.1f} ms  "
+        f"hidden {result['hidden']:5} {result['form']:18} eager {ms['eager']:6.1f} ms  compiled {ms['compiled']:6.1f} "
+        "ms  "
         f"{spread['median']:.2f} ({spread['low']:.2f} to {spread['high']:.2f}) times; "
         f"{result['graphs']} graphs, {result['graphs of other batches']} more for other batches",
         flush=True,

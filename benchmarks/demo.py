@@ -62,7 +62,8 @@ def gradients_of(model) -> dict[str, torch.Tensor]:
 
 
 def relative(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Largest difference over the largest value, a tensor at a time (floored at a thousandth of the largest tensor's)."""
+    """Largest difference over the largest value, a tensor at a time (floored at a thousandth of the largest
+    tensor's)."""
     floor = 1e-3 * max(float(b.abs().max()) for b in expected.values())
     return max(float((actual[n] - b).abs().max()) / max(float(b.abs().max()), floor) for n, b in expected.items())
 

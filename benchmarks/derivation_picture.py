@@ -1,4 +1,5 @@
-"""Draws the picture of docs/derive.md: the linears of one layer, with their dims in colors: each color is one axis of the computation.
+"""Draws the picture of docs/derive.md: the linears of one layer, with their dims in colors: each color is one axis of
+the computation.
 
 python -m benchmarks.derivation_picture
 """

@@ -1,12 +1,13 @@
-"""Every model type of `transformers` that can be built small: which plan serves it, and whether that is right on 2 and 4 ranks.
+"""Every model type of `transformers` that can be built small: which plan serves it, and whether that is right on 2 and
+4 ranks.
 
     python -m benchmarks.every_type                               # the types that the record lacks
     python -m benchmarks.every_type --again                       # and those that were not proven
     python -m benchmarks.every_type --only bloom whisper          # these
     python -m benchmarks.every_type --page docs/other-models.md   # writes the table of the page from the record
 
-A type has a process of its own, forked from one that has imported everything, which is ended after `--timeout` seconds of its CPU.
-What is compared is compared by `verify`, in float64, on a small version of the model. About 5 s a type.
+A type has a process of its own, forked from one that has imported everything, which is ended after `--timeout` seconds
+of its CPU. What is compared is compared by `verify`, in float64, on a small version of the model. About 5 s a type.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def _derived(source: ModelSource, otherwise: Row) -> Row:
 
 
 def _proven(source: ModelSource, plan: Plan, kind: str, tps: Sequence[int] = TP, known: Row | None = None) -> Row:
-    """The errors of a plan on so many ranks, beside those that are known, and its shares; where a proof fails, the reason."""
+    """The errors of a plan on so many ranks, beside those that are known, and its shares; where a proof fails, the
+    reason."""
     row: Row = {"kind": kind, "errors": dict(known or {}), "sequence": bool(plan.regions)}
     for tp in tps:
         try:
@@ -210,7 +212,7 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
-# -- processes ----------------------------------------------------------------------------------------------------------------
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 def _child(model_type: str, sender: Connection, timeout: int) -> None:

@@ -1,4 +1,5 @@
-"""Configs of model types whose default config no model of `transformers` is built from: with the fields that it lacks."""
+"""Configs of model types whose default config no model of `transformers` is built from: with the fields that it
+lacks."""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def source_of_type(model_type: str) -> ModelSource:
-    """The source of a type, as `parallelize plans derive TYPE` reads it, or with the fields that its default config lacks.
+    """The source of a type, as `parallelize plans derive TYPE` reads it, or with the fields that its default config
+    lacks.
 
     Raises: as `read_model`.
     """

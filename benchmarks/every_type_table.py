@@ -14,14 +14,20 @@ OUT_OF_MEMORY = "out-of-memory"
 NUMBERS = "## How many\n"
 COLUMNS = "## What the table says\n"
 START = "## The table\n"
-HEADER = "| model type | class | plan | sharded of layers (of all) | error on tp=2 | error on tp=4 | sequence parallel | own plan on tp=2 |"
+HEADER = (
+    "| model type | class | plan | sharded of layers (of all) | error on tp=2 | error on tp=4 | sequence parallel | "
+    "own plan on tp=2 |"
+)
 _RULE = "| --- | --- | --- | --- | --- | --- | --- | --- |"
 _REASONS = {
     "timeout": "not measured: too slow",
     "failed": "not measured: its process failed",
     "open": "runs small, not measured yet",
 }
-_COUNTS = "| types with a class for | registered | run small | right on 2 and on 4 | of which half of layers or more | less | refused, or on 4 alone | not measured | wrong |"
+_COUNTS = (
+    "| types with a class for | registered | run small | right on 2 and on 4 | of which half of layers or more | less "
+    "| refused, or on 4 alone | not measured | wrong |"
+)
 
 
 def with_table(page: str, rows: Iterable[Row]) -> str:
@@ -37,7 +43,8 @@ def table(rows: list[Row]) -> str:
 
 
 def numbers(rows: list[Row]) -> str:
-    """How many types there are, run small, are right, and are refused for which reasons: in words, and for each kind of class."""
+    """How many types there are, run small, are right, and are refused for which reasons: in words, and for each kind of
+    class."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         for words in row.get("mappings", ()):
@@ -55,12 +62,16 @@ def line_of_numbers(words: str, rows: list[Row]) -> str:
     counts = Counter(map(kind_of, rows))
     small = len(rows) - counts["unbuilt"]
     right = counts["half"] + counts["less"]
-    columns = f"{len(rows)} | {small} | {right} ({right / max(1, small):.0%}) | {counts['half']} ({counts['half'] / max(1, small):.0%})"
+    columns = (
+        f"{len(rows)} | {small} | {right} ({right / max(1, small):.0%}) | {counts['half']} "
+        f"({counts['half'] / max(1, small):.0%})"
+    )
     return f"| {words} | {columns} | {counts['less']} | {counts['refused']} | {counts['open']} | {counts['wrong']} |"
 
 
 def kind_of(row: Row) -> str:
-    """What a row counts as: `half` or `less` of the layers sharded, and right; `refused`; `wrong`; `open`; `unbuilt`."""
+    """What a row counts as: `half` or `less` of the layers sharded, and right; `refused`; `wrong`; `open`;
+    `unbuilt`."""
     if row["kind"] == "wrong" or "DIFFERS" in row.get("errors", {}).values():
         return "wrong"
     if OUT_OF_MEMORY in row.get("errors", {}).values():
@@ -77,10 +88,14 @@ def summary(rows: list[Row]) -> str:
     packages = sum(row["kind"] == "unbuilt" and "needs a package" in row.get("reason", "") for row in rows)
     wrong = [row["type"] for row in rows if kind_of(row) == "wrong"]
     return (
-        f"`transformers` registers {len(rows)} types with a class of model. {small} of them could be built and run small; "
-        f"{counts['unbuilt']} could not: {packages} need a package that was not installed, the others a config or inputs that were not found, "
-        f"and the table has what `transformers` said. Of the {small}, {right} have a plan that is right on 2 and on 4 ranks, of which "
-        f"{counts['half']} shard at least half of the parameters of layers. {counts['refused']} are refused before anything runs, on 2 ranks or "
+        f"`transformers` registers {len(rows)} types with a class of model. {small} of them could be built and run "
+        "small; "
+        f"{counts['unbuilt']} could not: {packages} need a package that was not installed, the others a config or "
+        "inputs that were not found, "
+        f"and the table has what `transformers` said. Of the {small}, {right} have a plan that is right on 2 and on 4 "
+        "ranks, of which "
+        f"{counts['half']} shard at least half of the parameters of layers. {counts['refused']} are refused before "
+        "anything runs, on 2 ranks or "
         f"on 4. {counts['open']} were not measured. {'Wrong: ' + ', '.join(wrong) if wrong else 'None is wrong'}."
     )
 

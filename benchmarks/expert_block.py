@@ -1,7 +1,8 @@
 """One block of experts by hand, in plain functions, and the timing of blocks that `benchmarks.experts` compares.
 
-The hand-written block does what Megatron-LM's dispatcher and that of `transformers` do: a row for each choice of a token is sent to the
-rank of its expert, a grouped matmul computes them, and a row for each choice returns, which the sender weights and adds up.
+The hand-written block does what Megatron-LM's dispatcher and that of `transformers` do: a row for each choice of a
+token is sent to the rank of its expert, a grouped matmul computes them, and a row for each choice returns, which the
+sender weights and adds up.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def _exchanged(x: T, sent: list[int], received: list[int]) -> T:
 
 
 class HandWrittenBlock(nn.Module):
-    """The block of a Qwen3-MoE on this rank: its router, and the experts of this rank. [batch, length, hidden] -> the same.
+    """The block of a Qwen3-MoE on this rank: its router, and the experts of this rank. [batch, length, hidden] -> the
+    same.
 
     Args:
         stock: the block with all experts.
@@ -88,7 +90,8 @@ class HandWrittenBlock(nn.Module):
 
 
 def step_of(block: nn.Module, x: T, grad: T) -> Callable[[], list[T]]:
-    """Forward and backward of a block: the output, and the gradients of its input, its router and this rank's experts."""
+    """Forward and backward of a block: the output, and the gradients of its input, its router and this rank's
+    experts."""
 
     def run() -> list[T]:
         x.grad = None
@@ -108,7 +111,8 @@ def block_of(model: Any, ep: int) -> nn.Module:
 
 
 def measure_blocks(stock: Callable[[], Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Times of a block by hand and by us, and of one at ep 1 against the stock block with few tokens, which is the host's cost."""
+    """Times of a block by hand and by us, and of one at ep 1 against the stock block with few tokens, which is the
+    host's cost."""
     ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(1 + dist.get_rank())
     shapes = {"full": (options.batch, options.length), "host": (1, HOST_TOKENS)}
     inputs = {

@@ -1,4 +1,5 @@
-"""How much of the messages of a block of experts is hidden: a block of DeepSeek-V3, whose shared experts are computed beside them.
+"""How much of the messages of a block of experts is hidden: a block of DeepSeek-V3, whose shared experts are computed
+beside them.
 
     torchrun --nproc-per-node 2 -m benchmarks.expert_dispatch
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.expert_dispatch
@@ -14,8 +15,8 @@ Forward and backward of one block with whole experts on each rank, in one interl
 | compute | the block, whose messages are answered at once with what arrived before (the counts are exchanged) |
 | both | the same, and each message is sent too, and waited for when the step has ended: what the cores can do at best |
 
-`hidden` is the longer of `messages` and `compute` over `block`: 1 where all of the shorter is hidden. Gloo's packets take time of the
-cores that compute, which no order of work can hide: `of both` is `both` over `block`.
+`hidden` is the longer of `messages` and `compute` over `block`: 1 where all of the shorter is hidden. Gloo's packets
+take time of the cores that compute, which no order of work can hide: `of both` is `both` over `block`.
 """
 
 from __future__ import annotations

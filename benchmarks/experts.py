@@ -1,4 +1,5 @@
-"""A training step of a small Qwen3-MoE whose experts are divided over the data ranks, against `transformers`' expert parallelism.
+"""A training step of a small Qwen3-MoE whose experts are divided over the data ranks, against `transformers`' expert
+parallelism.
 
     torchrun --nproc-per-node 2 -m benchmarks.experts
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.experts
@@ -9,12 +10,14 @@
 | ours | `parallelize_module(ep=N)` and `shard_data(zero=3)`: a row for each rank of a token's choices, reduced before it returns |
 | overlapped | the same with `overlap="chunked"`: one half of the tokens travels while the other half is computed |
 
-Every rank has other tokens. All contenders are checked to give the same loss and gradients before they are timed. Bytes are those
-that leave a rank in all-to-alls, counted in the dispatcher. With `--balanced`, routers of full steps choose evenly (`balanced_routing`).
+Every rank has other tokens. All contenders are checked to give the same loss and gradients before they are timed. Bytes
+are those that leave a rank in all-to-alls, counted in the dispatcher. With `--balanced`, routers of full steps choose
+evenly (`balanced_routing`).
 
 Then one block alone, forward and backward, interleaved: by hand in plain functions (a row for each choice, see
-`benchmarks.expert_block`) and by us; and the stock block beside ours at ep 1, with few tokens, which is the cost of the host.
-"""
+`benchmarks.expert_block`) and by us; and the stock block beside ours at ep 1, with few tokens, which is the cost of the
+host.
+"""  # noqa: E501
 
 from __future__ import annotations
 

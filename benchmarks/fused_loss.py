@@ -3,9 +3,10 @@
     python -m benchmarks.fused_loss                                 # one rank
     torchrun --nproc-per-node 2 -m benchmarks.fused_loss            # vocabulary over two ranks (gloo)
 
-Time: interleaved rounds, medians of ratios within a round with a 95% interval. Memory: the peak of the storages that ops
-allocate, gradients included, inputs excluded; as a check, also the growth of the resident set of a fresh process. Unfused and
-sharded is the same matmul with the loss on sharded logits (`loss_parallel`).
+Time: interleaved rounds, medians of ratios within a round with a 95% interval. Memory: the peak of the storages that
+    ops
+allocate, gradients included, inputs excluded; as a check, also the growth of the resident set of a fresh process.
+Unfused and sharded is the same matmul with the loss on sharded logits (`loss_parallel`).
 """
 
 from __future__ import annotations

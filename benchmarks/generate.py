@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.generate      # needs `accelerate`, which transformers' loading requires
 
-A Llama of `transformers` with random float32 weights, saved by `transformers` and loaded by each contender. The prompts are the
-same, decoding is greedy, and the number of new tokens is fixed. Contenders are interleaved, and generate the same tokens. Prefill is
-the time of the prompt and the first new token; decoding is that of all tokens less that of the first one, by round.
+A Llama of `transformers` with random float32 weights, saved by `transformers` and loaded by each contender. The prompts
+are the same, decoding is greedy, and the number of new tokens is fixed. Contenders are interleaved, and generate the
+same tokens. Prefill is the time of the prompt and the first new token; decoding is that of all tokens less that of the
+first one, by round.
 
 | contender | |
 |---|---|

@@ -46,7 +46,8 @@ GPU_CLAIMS = (
     ),
     Claim(
         GPU,
-        "64 tokens after 32, batch 1: time of `transformers`' loop on the bare module over that of `parallelize.generate`: greedy / sampled with top-p 0.9",
+        "64 tokens after 32, batch 1: time of `transformers`' loop on the bare module over that of "
+        "`parallelize.generate`: greedy / sampled with top-p 0.9",
         "one_gpu",
         lambda result: [result["generate"][f"bare/ours{drawn}"] for drawn in ("", ", sampled")],
     ),
@@ -58,20 +59,23 @@ GPU_CLAIMS = (
     ),
     Claim(
         GPU,
-        "rates with the building of the model: these weights by this package / by `transformers` / a checkpoint of this package, compared with its hashes",
+        "rates with the building of the model: these weights by this package / by `transformers` / a checkpoint of "
+        "this package, compared with its hashes",
         "one_gpu",
         lambda result: [result["files"][f"{name}_gb_s"] for name in ("load", "transformers_load", "restore")],
         "GB/s",
     ),
     Claim(
         GPU,
-        "step of a plan over the bare module's where the host is slower than the GPU (hidden 1,024, 512 tokens): eager / layers compiled",
+        "step of a plan over the bare module's where the host is slower than the GPU (hidden 1,024, 512 tokens): "
+        "eager / layers compiled",
         "one_gpu_small",
         lambda result: [result["step planned/bare"], result["compiled"]["step planned/bare"]],
     ),
     Claim(
         GPU,
-        "a step without an optimizer of ten families (hidden 1,024, 6 layers, 2,048 tokens), over the bare module's, the least and the most: plan",
+        "a step without an optimizer of ten families (hidden 1,024, 6 layers, 2,048 tokens), over the bare module's, "
+        "the least and the most: plan",
         "one_gpu_families",
         lambda result: _range(result, lambda row: row["plan/bare"]["median"]),
     ),
@@ -89,7 +93,8 @@ GPU_CLAIMS = (
     ),
     Claim(
         GPU,
-        "how often the host waits for the GPU in these steps, the ten families together: bare / plan / `loss_parallel` / `fuse_loss`",
+        "how often the host waits for the GPU in these steps, the ten families together: bare / plan / "
+        "`loss_parallel` / `fuse_loss`",
         "one_gpu_families",
         lambda result: [_waits(result, form) for form in ("bare", "plan", "loss parallel", "fused loss")],
         "waits",
@@ -105,13 +110,15 @@ GPU_CLAIMS = (
     ),
     Claim(
         GPU,
-        "loss of bfloat16 logits over `F.cross_entropy` of them in float32, 4,096 tokens, 128,256 entries, forward and backward",
+        "loss of bfloat16 logits over `F.cross_entropy` of them in float32, 4,096 tokens, 128,256 entries, forward "
+        "and backward",
         "one_gpu_ops",
         lambda result: [result["loss"]["ours/stock"]],
     ),
     Claim(
         GPU,
-        "attention as a ring of one rank over `scaled_dot_product_attention`, causal, 8,192 tokens, forward and backward",
+        "attention as a ring of one rank over `scaled_dot_product_attention`, causal, 8,192 tokens, forward and "
+        "backward",
         "one_gpu_ops",
         lambda result: [result["attention"]["ring/stock"]],
     ),

@@ -1,11 +1,12 @@
-"""Host cost of a step by our plan and by PyTorch's dict, against the same step by hand and by PyTorch, interleaved in one run.
+"""Host cost of a step by our plan and by PyTorch's dict, against the same step by hand and by PyTorch, interleaved in
+one run.
 
     python -m benchmarks.host_overhead                              # fake process group: host time alone
     torchrun --nproc-per-node 2 -m benchmarks.host_overhead         # real processes
 
-Measures forward + backward of a 4-layer Llama-like model (nested and flat blocks, with and without sequence parallelism), then
-the optimizer step and gradient clipping. Every round times each variant once; ratios are medians over rounds of ratios within
-a round, with a 95% interval of the median.
+Measures forward + backward of a 4-layer Llama-like model (nested and flat blocks, with and without sequence
+parallelism), then the optimizer step and gradient clipping. Every round times each variant once; ratios are medians
+over rounds of ratios within a round, with a 95% interval of the median.
 """
 
 from __future__ import annotations

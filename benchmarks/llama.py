@@ -1,8 +1,8 @@
 """A small Llama-like model in plain PyTorch, its plan, PyTorch's dict for it, and the same model written by hand.
 
 Its blocks are nested (an attention module and a feed-forward module) or flat (all linears directly in the block). The
-hand-written model is as in Megatron-LM: plain tensors, one autograd Function for each collective, one all-reduce for the
-input gradients of q, k and v (and of gate and up), and under sequence parallelism one gather for them.
+hand-written model is as in Megatron-LM: plain tensors, one autograd Function for each collective, one all-reduce for
+the input gradients of q, k and v (and of gate and up), and under sequence parallelism one gather for them.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class _ReduceFromTP(torch.autograd.Function):
 
 
 class _GatherSequence(torch.autograd.Function):
-    """[batch, length / size, hidden] shards -> [batch, length, hidden]; the gradient of each rank is one term of a sum."""
+    """[batch, length / size, hidden] shards -> [batch, length, hidden]; the gradient of each rank is one term of a
+    sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""A training step of one Llama-like model: PyTorch's tensor and sequence parallelism, this toolkit, this toolkit overlapped.
+"""A training step of one Llama-like model: PyTorch's tensor and sequence parallelism, this toolkit, this toolkit
+overlapped.
 
     torchrun --nproc-per-node 2 -m benchmarks.llama_step
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.llama_step --hidden 256 512
 
-The plan and PyTorch's dict say the same; all variants are checked to give the same loss and gradients before they are timed.
+The plan and PyTorch's dict say the same; all variants are checked to give the same loss and gradients before they are
+timed.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     python -m benchmarks.load      # needs `accelerate`, which transformers' loading requires
 
-A Llama of `transformers` with random float32 weights, saved by `transformers`. Each contender starts from the folder and ends
-with a model that is parallelized over tp and stores its shards. Files are in the page cache. Every time is measured in fresh
-processes, because a run loads once, into newly allocated memory. Contenders are interleaved.
+A Llama of `transformers` with random float32 weights, saved by `transformers`. Each contender starts from the folder
+and ends with a model that is parallelized over tp and stores its shards. Files are in the page cache. Every time is
+measured in fresh processes, because a run loads once, into newly allocated memory. Contenders are interleaved.
 
-Three times are measured, one after another: until the call returns; until every weight was read once, as a first forward does; and
-until every weight was then written to once, as a first optimizer step does. `transformers` returns weights of which most are mapped from
-the files, and copied when they are first written to.
+Three times are measured, one after another: until the call returns; until every weight was read once, as a first
+forward does; and until every weight was then written to once, as a first optimizer step does. `transformers` returns
+weights of which most are mapped from the files, and copied when they are first written to.
 
 | contender | |
 |---|---|

@@ -5,9 +5,9 @@
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.long_context --link 1gbit
     sudo python -m benchmarks.slow_link --ranks 4 --rate 1gbit -- -m benchmarks.long_context --link 1gbit
 
-A stock Llama trains one step: forward, loss, backward, reduction of gradients over `cp`. "none" is the same with the full
-sequence on each rank. Memory is the peak of the storages that a step allocates, without gradients; ideally it is 1/cp of
-"none". The results say whether PyTorch's own `context_parallel` runs here.
+A stock Llama trains one step: forward, loss, backward, reduction of gradients over `cp`. "none" is the same with the
+full sequence on each rank. Memory is the peak of the storages that a step allocates, without gradients; ideally it is
+1/cp of "none". The results say whether PyTorch's own `context_parallel` runs here.
 """
 
 from __future__ import annotations

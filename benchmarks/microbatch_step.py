@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 -m benchmarks.microbatch_step --flat
 
 All do the same on one Llama-like model, tensor and sequence parallel: PyTorch's styles, the model written by hand, this
-toolkit without overlap, with chunks, and with microbatches beside each other. The parts are measured in the same rounds:
-"compute" is this toolkit's step over a group that sends nothing (arithmetic and host), the bytes on the wire are those of the
-network interface, and "unbound" is the compute while as many bytes are exchanged, neither waiting for the other: what
-perfect overlap would take on these cores, which also serve the network.
+toolkit without overlap, with chunks, and with microbatches beside each other. The parts are measured in the same
+rounds: "compute" is this toolkit's step over a group that sends nothing (arithmetic and host), the bytes on the wire
+are those of the network interface, and "unbound" is the compute while as many bytes are exchanged, neither waiting for
+the other: what perfect overlap would take on these cores, which also serve the network.
 """
 
 from __future__ import annotations

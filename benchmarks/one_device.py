@@ -1,4 +1,5 @@
-"""What the benchmarks of one GPU share: a group of one process, waiting for the device, and peak memory. They run on a CPU too."""
+"""What the benchmarks of one GPU share: a group of one process, waiting for the device, and peak memory. They run on a
+CPU too."""
 
 from __future__ import annotations
 

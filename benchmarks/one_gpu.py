@@ -1,10 +1,11 @@
-"""What one GPU can tell: a planned step against the bare module, MFU, memory against its prediction, loads and saves, generation.
+"""What one GPU can tell: a planned step against the bare module, MFU, memory against its prediction, loads and saves,
+generation.
 
     python -m benchmarks.one_gpu                     # a Llama 3 8B of as many layers as fit, bfloat16
     python -m benchmarks.one_gpu --device cpu        # a small one, to try the script
 
-Of tp 1 a plan sends nothing, so that its step may cost no more than the bare module's: what remains is host time. Communication
-between GPUs, and everything that is made of it, cannot be tried with one.
+Of tp 1 a plan sends nothing, so that its step may cost no more than the bare module's: what remains is host time.
+Communication between GPUs, and everything that is made of it, cannot be tried with one.
 
 | figure | |
 |---|---|
@@ -14,7 +15,7 @@ between GPUs, and everything that is made of it, cannot be tried with one.
 | memory | the allocator's peak of a planned step over what `explain` predicts of it |
 | load, save | `load_pretrained` and `load_checkpoint` (with hashes) onto the device and `Checkpointer.save`, in GB/s, files in the page cache; one thread's reads of them |
 | generate | tokens/s of `transformers`' `generate` on the planned and on the bare model, and of ours, greedy and sampled; tokens are compared |
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -151,7 +152,8 @@ def _known_tflops(contenders: Contenders) -> float:
 
 
 def step_flops(config: Any, batch: int, length: int) -> float:
-    """Floating-point operations of a training step: three times the forward's matmuls, causal attention counted as half."""
+    """Floating-point operations of a training step: three times the forward's matmuls, causal attention counted as
+    half."""
     hidden, kv = config.hidden_size, config.hidden_size * config.num_key_value_heads // config.num_attention_heads
     weights = config.num_hidden_layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * config.intermediate_size)
     weights += hidden * config.vocab_size
@@ -189,8 +191,8 @@ def prediction(args: argparse.Namespace) -> dict[str, float]:
 def generation(contenders: Contenders) -> dict[str, Any]:
     """Tokens per second, greedy and sampled, of `transformers`' loop on both models and of `parallelize.generate`.
 
-    The latter runs captured forwards, whose attention is another kernel: in half precision it chooses another token where two have
-    about the same logit. So its tokens are checked by the logits of a forward of all of them.
+    The latter runs captured forwards, whose attention is another kernel: in half precision it chooses another token
+    where two have about the same logit. So its tokens are checked by the logits of a forward of all of them.
     """
     args, planned = contenders.args, contenders.planned.eval()
     prompt, new = contenders.ids[:, :32], args.new
@@ -226,14 +228,16 @@ def generation(contenders: Contenders) -> dict[str, Any]:
 
 @torch.no_grad()
 def largest_shortfall(model: Any, ids: torch.Tensor, start: int) -> float:
-    """By how much the logits of the tokens from `start` on are below the highest at their positions, relative to the largest logit."""
+    """By how much the logits of the tokens from `start` on are below the highest at their positions, relative to the
+    largest logit."""
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits[:, start - 1 :].float()
     chosen = logits.gather(-1, ids[:, start:, None]).squeeze(-1)
     return float((logits.amax(-1) - chosen).max() / logits.abs().max())
 
 
 def files(contenders: Contenders) -> dict[str, Any]:
-    """GB/s of loads onto the device, ours and `transformers`', of a save and of its load, and of reading the files in one thread."""
+    """GB/s of loads onto the device, ours and `transformers`', of a save and of its load, and of reading the files in
+    one thread."""
     from transformers import LlamaForCausalLM
 
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:

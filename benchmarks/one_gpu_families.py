@@ -11,7 +11,8 @@ A step is forward and backward, of the same weights and tokens; losses are compa
 | loss parallel | the same with `loss_parallel=True` |
 | fused loss | `parallelize_model(fuse_loss=True).step` of one microbatch |
 
-Peaks are of the step, gradients included, without the weights. "waits" are those of the host for the GPU in a step, by the line that waits.
+Peaks are of the step, gradients included, without the weights. "waits" are those of the host for the GPU in a step, by
+the line that waits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Single ops of a GPU against PyTorch's own: head and loss in one, a loss of logits, and the attention kernels of a ring.
+"""Single ops of a GPU against PyTorch's own: head and loss in one, a loss of logits, and the attention kernels of a
+ring.
 
     python -m benchmarks.one_gpu_ops                     # bfloat16, sizes of Llama 3 8B
     python -m benchmarks.one_gpu_ops --device cpu        # small ones, to try the script
@@ -8,7 +9,7 @@
 | head and loss | `linear_cross_entropy` against `F.cross_entropy(F.linear(...).float())`: time and peak memory, forward and backward |
 | loss | `cross_entropy` of half-precision logits against `F.cross_entropy` of them in float32, forward and backward |
 | attention | what a ring of one rank runs against `scaled_dot_product_attention`, causal, forward and backward |
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

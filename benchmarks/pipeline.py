@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 -m benchmarks.pipeline --bubble        # stages that sleep: on any number of cores
     torchrun --nproc-per-node 2 -m benchmarks.pipeline                 # real matmuls, against torch.distributed.pipelining
 
-The first compares the bubble measured with the one simulated from the same costs. The second runs the same blocks, loss and
-microbatches by both runtimes in one process group, interleaved; the ratio of step times is per round.
-"""
+The first compares the bubble measured with the one simulated from the same costs. The second runs the same blocks, loss
+and microbatches by both runtimes in one process group, interleaved; the ratio of step times is per round.
+"""  # noqa: E501
 
 from __future__ import annotations
 

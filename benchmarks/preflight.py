@@ -1,12 +1,13 @@
-"""How long the preflight of `parallelize run` takes: on emulated hosts, with one that does not answer, and its roll call of many ranks.
+"""How long the preflight of `parallelize run` takes: on emulated hosts, with one that does not answer, and its roll
+call of many ranks.
 
     sudo python -m benchmarks.preflight
     sudo python -m benchmarks.preflight --hosts 4 --ranks 16 --silent --rate 100mbit
 
 A host is a network namespace with a hostname of its own, behind a link of limited rate (see `slow_link`). Its ranks are
-forked from a process that has imported everything, with the variables of srun, so that the seconds are those of the preflight:
-from the start of all ranks to the end of the last one under `--dry-run`. A silent host starts no ranks. The roll call of many
-ranks has a connection to a TCP store for each of them, in threads of one process.
+forked from a process that has imported everything, with the variables of srun, so that the seconds are those of the
+preflight: from the start of all ranks to the end of the last one under `--dry-run`. A silent host starts no ranks. The
+roll call of many ranks has a connection to a TCP store for each of them, in threads of one process.
 
 Needs Linux, root, `ip`, `tc` and `unshare`.
 """
@@ -156,7 +157,8 @@ def run_host(host: int, hosts: int, ranks: int, file: str) -> int:
 
 
 def fork_rank(host: int, local: int, hosts: int, here: int, file: str) -> int:
-    """The process id of a rank, which runs the preflight as a task of srun and writes what it prints beside the file."""
+    """The process id of a rank, which runs the preflight as a task of srun and writes what it prints beside the
+    file."""
     child = os.fork()
     if child:
         return child

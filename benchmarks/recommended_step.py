@@ -2,9 +2,10 @@
 
     python -m benchmarks.recommended_step --json benchmarks/results/recommended_step.json
 
-The loop runs forward, `cross_entropy` and backward of what `parallelize_module` planned. A Llama of `transformers`, hidden 64, batches of
-2 x 16 tokens, on one rank of a fake group: processor time of the host alone, by number of layers and of ranks, with and without sequence
-parallelism. Every round times each form once; ratios are medians over rounds, with a 95% interval of the median.
+The loop runs forward, `cross_entropy` and backward of what `parallelize_module` planned. A Llama of `transformers`,
+hidden 64, batches of 2 x 16 tokens, on one rank of a fake group: processor time of the host alone, by number of layers
+and of ranks, with and without sequence parallelism. Every round times each form once; ratios are medians over rounds,
+with a 95% interval of the median.
 """
 
 from __future__ import annotations

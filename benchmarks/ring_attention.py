@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 -m benchmarks.ring_attention
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.ring_attention
 
-"one rank" is PyTorch's `scaled_dot_product_attention` as stock models call it: `is_causal` where it can, else with a mask that has an
-element for each pair of tokens. Every rank computes it at the same time. Errors are those of outputs and gradients in float32
-from attention in float64, of both.
+"one rank" is PyTorch's `scaled_dot_product_attention` as stock models call it: `is_causal` where it can, else with a
+mask that has an element for each pair of tokens. Every rank computes it at the same time. Errors are those of outputs
+and gradients in float32 from attention in float64, of both.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""What this package's own work costs as models and meshes grow: deciding, applying, explaining, and the manifest of a checkpoint.
+"""What this package's own work costs as models and meshes grow: deciding, applying, explaining, and the manifest of a
+checkpoint.
 
     python -m benchmarks.scale [--rounds 3] [--plot docs/images/scale.svg]
 
-Models are on meta, without values; collectives do nothing (PyTorch's fake process group), so that a figure is the time of one rank's own
-work. Each size runs in a process of its own. First `parallelize_model` of Llama 3.1 405B over 16,384 ranks, imports and the model's
-construction included; then Llama 3 8B of four depths on 128 ranks, and of 32 layers on four meshes.
+Models are on meta, without values; collectives do nothing (PyTorch's fake process group), so that a figure is the time
+of one rank's own work. Each size runs in a process of its own. First `parallelize_model` of Llama 3.1 405B over 16,384
+ranks, imports and the model's construction included; then Llama 3 8B of four depths on 128 ranks, and of 32 layers on
+four meshes.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def apply(module: Any, spec: Any) -> None:
 
 
 def reports_of(module: Any, spec: Any) -> dict[int, Any]:
-    """What the ranks of a save send to the first one, for parameters that are cut along their first dim over all ranks."""
+    """What the ranks of a save send to the first one, for parameters that are cut along their first dim over all
+    ranks."""
     ranks, state = spec.world_size, {"optimizers": {}, "streams": None}
     reports: dict[int, Any] = {}
     for rank in range(ranks):

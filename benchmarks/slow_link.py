@@ -4,10 +4,11 @@
     sudo python -m benchmarks.slow_link --rate 4gbit --delay 0.2ms -- my_training_script.py --steps 10
     sudo python -m benchmarks.slow_link --ranks 4 --rate 1gbit -- -m benchmarks.long_context --link 1gbit
 
-Each rank gets a network namespace and a core of its own, and runs as a batch job (SCHED_BATCH), so that the threads that serve
-the network do not preempt a matmul at every packet. Two namespaces are connected by a `veth` pair, more of them by a bridge.
-Each end is limited to the rate by `tc`'s token bucket (tbf), with an optional delay. RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-and GLOO_SOCKET_IFNAME are set as under torchrun. Everything is removed at the end, also after an error or a signal.
+Each rank gets a network namespace and a core of its own, and runs as a batch job (SCHED_BATCH), so that the threads
+that serve the network do not preempt a matmul at every packet. Two namespaces are connected by a `veth` pair, more of
+them by a bridge. Each end is limited to the rate by `tc`'s token bucket (tbf), with an optional delay. RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME are set as under torchrun. Everything is removed at the end,
+also after an error or a signal.
 
 Exit status: that of the first rank that failed; 3, with a message, without root or without `ip` and `tc`.
 """

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 -m benchmarks.step_check
     torchrun --nproc-per-node 2 -m benchmarks.step_check --axis dp
 
-Variants of the same step of a 4-layer Llama-like model over `tp` or `dp`, with AdamW: ranks compare the call; they compare what
-they store too (what the default does in every `compare_every`-th step); they send the message and compare nothing
-(`check_replicated=False`); nothing is sent before the step, and the loss is not divided. Ratios of whole steps are noisy, so the
-check alone is timed too, in steps whose ranks enter it together: `check_ms`, and its share of a step.
+Variants of the same step of a 4-layer Llama-like model over `tp` or `dp`, with AdamW: ranks compare the call; they
+compare what they store too (what the default does in every `compare_every`-th step); they send the message and compare
+nothing (`check_replicated=False`); nothing is sent before the step, and the loss is not divided. Ratios of whole steps
+are noisy, so the check alone is timed too, in steps whose ranks enter it together: `check_ms`, and its share of a step.
 """
 
 from __future__ import annotations

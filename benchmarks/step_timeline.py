@@ -1,10 +1,11 @@
-"""What one training step computes, waits for, and sends, as a figure: PyTorch's styles above, microbatches beside each other below.
+"""What one training step computes, waits for, and sends, as a figure: PyTorch's styles above, microbatches beside each
+other below.
 
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.step_timeline --hidden 512 --svg step.svg
 
-The steps are those of `benchmarks.microbatch_step`. A thread looks every few milliseconds at the stacks of the threads that
-compute, and reads how many bytes the network interface has sent. So a span is as exact as the samples are close; the samples cost
-the step about 1%.
+The steps are those of `benchmarks.microbatch_step`. A thread looks every few milliseconds at the stacks of the threads
+that compute, and reads how many bytes the network interface has sent. So a span is as exact as the samples are close;
+the samples cost the step about 1%.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
     python -m benchmarks.suite --only zero load  # some of them
     python -m benchmarks.suite --list
 
-Short forms take under 15 minutes together on two cores. They show that each benchmark runs and about what it gives: their sizes are not
-those of the documents, so that they never stand in the tables. Runs over a slow link need Linux, root, `ip` and `tc`, and those of a GPU
-need one; without these they are left out, and named. Exit status: 1 if a run failed.
-"""
+Short forms take under 15 minutes together on two cores. They show that each benchmark runs and about what it gives:
+their sizes are not those of the documents, so that they never stand in the tables. Runs over a slow link need Linux,
+root, `ip` and `tc`, and those of a GPU need one; without these they are left out, and named. Exit status: 1 if a run
+failed.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def points(
     middle = (left + width - right) / 2
     body.append(f'<text x="{middle}" y="{height - 10}" text-anchor="middle" {_FONT}>{x_label}</text>')
     body.append(
-        f'<text x="16" y="{height / 2}" text-anchor="middle" transform="rotate(-90 16 {height / 2})" {_FONT}>{y_label}</text>'
+        f'<text x="16" y="{height / 2}" text-anchor="middle" transform="rotate(-90 16 {height / 2})" '
+        f"{_FONT}>{y_label}</text>"
     )
     for index, (name, values) in enumerate(series.items()):
         color = COLORS[index % len(COLORS)]
@@ -74,7 +75,8 @@ def lanes(path: Path, title: str, rows: Sequence[tuple[str, Sequence[tuple[float
             )
             if span_width > 8 * len(label):
                 body.append(
-                    f'<text x="{x + span_width / 2:.1f}" y="{y + 15}" text-anchor="middle" {_FONT} fill="white">{label}</text>'
+                    f'<text x="{x + span_width / 2:.1f}" y="{y + 15}" text-anchor="middle" {_FONT} '
+                    f'fill="white">{label}</text>'
                 )
     for index, kind in enumerate(kinds):
         x = left + 200 * index

@@ -1,4 +1,5 @@
-"""What each rank does during one overlapped gather, as a figure: which shard it multiplies, when it waits, what is sent.
+"""What each rank does during one overlapped gather, as a figure: which shard it multiplies, when it waits, what is
+sent.
 
     torchrun --nproc-per-node 4 -m benchmarks.timeline --svg timeline.svg
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.timeline --svg slow.svg
@@ -105,7 +106,10 @@ def main() -> None:
     all_ranks: list[Any] = [None] * group.size
     dist.all_gather_object(all_ranks, (recorder.spans, recorder.sent_in_matmuls()))
     if group.rank == 0:
-        title = f"X [{options.rows}, {options.features}] gathered over {group.size} ranks in {options.chunks} chunks a shard"
+        title = (
+            f"X [{options.rows}, {options.features}] gathered over {group.size} ranks in {options.chunks} chunks a "
+            "shard"
+        )
         svg.lanes(options.svg, title, [(f"rank {rank}, W{rank}", spans) for rank, (spans, _) in enumerate(all_ranks)])
         for rank, (spans, sent) in enumerate(all_ranks):
             busy = sum(stop - start for start, stop, label, _ in spans if label != "wait")

@@ -42,7 +42,8 @@ def interleaved(
     """Seconds a call, `rounds` of each; the order within a round is shuffled, the same on every rank.
 
     Args:
-        before: called before each timing, not counted (a barrier). clock: seconds; `time.process_time` is that of the processor.
+        before: called before each timing, not counted (a barrier). clock: seconds; `time.process_time` is that of the
+            processor.
     """
     order = random.Random(0)
     for run in work.values():

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 8 benchmarks/train.py --plan gpt2 --tp 8 --device cuda --dtype bfloat16
     torchrun --nproc-per-node 2 benchmarks/train.py --model qwen3_moe --ep 2
 
-Weights, batches and dropout do not depend on the mesh, so that every mesh of the same global batch prints the same losses.
-With --save, a run that was stopped resumes, on the same mesh or on another.
-Copy this file to start your own: only `build_mesh` and `parallelize_model` make it parallel.
+Weights, batches and dropout do not depend on the mesh, so that every mesh of the same global batch prints the same
+losses. With --save, a run that was stopped resumes, on the same mesh or on another. Copy this file to start your own:
+only `build_mesh` and `parallelize_model` make it parallel.
 """
 
 from __future__ import annotations

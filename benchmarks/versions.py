@@ -4,8 +4,8 @@
     python -m benchmarks.versions 2.15.0 # one of them
     python -m benchmarks.versions --failed 2.15.0  # the tests that failed the last time, after a mend
 
-Each environment is a folder `.versions/VERSION`, made by the Makefile, and stays there for the next run. The results are written to
-`benchmarks/results/versions.json`, and into the table of docs/limits.md.
+Each environment is a folder `.versions/VERSION`, made by the Makefile, and stays there for the next run. The results
+are written to `benchmarks/results/versions.json`, and into the table of docs/limits.md.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def node_id(name: str) -> str:
 
 
 def summary(report: Path) -> dict[str, Any]:
-    """The number of tests that passed and were skipped, the names of those that failed, and the day, of a JUnit report."""
+    """The number of tests that passed and were skipped, the names of those that failed, and the day, of a JUnit
+    report."""
     passed, skipped, failed = 0, 0, []
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         kinds = {child.tag for child in case}

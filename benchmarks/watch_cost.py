@@ -2,13 +2,13 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.watch_cost
 
-Forms are a plan and PyTorch's dict, with tensor parallelism (tp) and with sequence parallelism too (tp_sp). Each round runs, for each
-form, some steps with a watch and as many without one, in an order that is shuffled; the steps in which the watch learns what follows what
-are not counted. Ratios are those of the lower quartiles of all steps, with a 95% interval by drawing the rounds again: of the processor
-time of the thread that trains on rank 0, with that of the turns of the watch's thread, which other load of the machine disturbs
-less; and of
-the time. The parts of the watch are timed by themselves too: a call at each collective, inside modules, in a loop, and a turn of
-the thread. Between the matmuls of a model, which fill the caches, calls take some times that.
+Forms are a plan and PyTorch's dict, with tensor parallelism (tp) and with sequence parallelism too (tp_sp). Each round
+runs, for each form, some steps with a watch and as many without one, in an order that is shuffled; the steps in which
+the watch learns what follows what are not counted. Ratios are those of the lower quartiles of all steps, with a 95%
+interval by drawing the rounds again: of the processor time of the thread that trains on rank 0, with that of the turns
+of the watch's thread, which other load of the machine disturbs less; and of the time. The parts of the watch are timed
+by themselves too: a call at each collective, inside modules, in a loop, and a turn of the thread. Between the matmuls
+of a model, which fill the caches, calls take some times that.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{form:<12} {figures['calls']} calls, {figures['step_cpu_ms']:.1f} ms of the processor a step")
             for name in ("cpu_ratio", "ratio"):
                 print(
-                    f"  {name:<10} {figures[name]['median']:.4f} [{figures[name]['low']:.4f}, {figures[name]['high']:.4f}]"
+                    f"  {name:<10} {figures[name]['median']:.4f} [{figures[name]['low']:.4f}, "
+                    f"{figures[name]['high']:.4f}]"
                 )
         print(f"a call in a loop {result['call_us']:.2f} us; a turn of the thread {result['turn_us']:.0f} us")
         write_record(options.json, result)
@@ -116,7 +117,8 @@ def rounds_of(step: Step, rounds: int, steps: int) -> dict[str, Rounds]:
 
 
 def figures_of(times: dict[str, Rounds], calls: int, thread_share: float) -> dict[str, Any]:
-    """What is recorded of a form. thread_share: of the time, which the turns of the watch's thread take of the processor."""
+    """What is recorded of a form. thread_share: of the time, which the turns of the watch's thread take of the
+    processor."""
     cpu, seconds = ({form: column(times[form], index) for form in times} for index in (0, 1))
     cpu_s, elapsed_s = quartile(cpu["alone"]), quartile(seconds["alone"])
     return {
@@ -139,7 +141,8 @@ def quartile(rounds: list[list[float]]) -> float:
 
 
 def quartile_ratio(rounds: dict[str, list[list[float]]], added: float = 0.0) -> dict[str, float]:
-    """Lower quartile of the watched steps over that of the others, with the 95% interval of drawing the rounds again."""
+    """Lower quartile of the watched steps over that of the others, with the 95% interval of drawing the rounds
+    again."""
     draw, count = random.Random(0), len(rounds["alone"])
 
     def drawn() -> float:

@@ -184,7 +184,8 @@ def memory(args: argparse.Namespace, command_line: list[str]) -> list[dict[str, 
             }
         )
         print(
-            f"ZeRO {zero}: ours {rises['ours']:7.1f} MiB  {PEERS[zero]} {rises['pytorch']:7.1f} MiB  ratio {memory_ratio:.3f}",
+            f"ZeRO {zero}: ours {rises['ours']:7.1f} MiB  {PEERS[zero]} {rises['pytorch']:7.1f} MiB  ratio "
+            f"{memory_ratio:.3f}",
             flush=True,
         )
     return results

@@ -1,4 +1,5 @@
-"""accelerate beside a model on a mesh: it finds the device, prints and tracks. Model, loader and schedule are not prepared.
+"""accelerate beside a model on a mesh: it finds the device, prints and tracks. Model, loader and schedule are not
+prepared.
 
 torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py dp=2
 """

@@ -1,4 +1,5 @@
-"""Parallelize stock PyTorch modules by plans: tensor, sequence, pipeline, context and data parallelism on a `DeviceMesh`.
+"""Parallelize stock PyTorch modules by plans: tensor, sequence, pipeline, context and data parallelism on a
+`DeviceMesh`.
 
 The imports below are the one list of public names. Type checkers execute them; at run time the same lines are read as
 text, and each name is imported on first use. So importing this package does not import torch, and the command line

@@ -23,7 +23,9 @@ settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 
 POOLS = ("two_processes", "four_processes", "eight_processes")
-_SPARSER = 4  # of the variants that `every` would leave in `make test`, one of so many, which keeps it within six minutes on two cores
+# of the variants that `every` would leave in `make test`, one of so many, which keeps it within six minutes on two
+# cores
+_SPARSER = 4
 
 
 _SLICES = 8  # of the sweep; `.ci/run` runs one of them

@@ -1,1 +1,2 @@
-"""What everything stands on: errors, mesh arithmetic, layouts of shards, files, the terminal, private names of torch."""
+"""What everything stands on: errors, mesh arithmetic, layouts of shards, files, the terminal, private names of
+torch."""

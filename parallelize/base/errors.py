@@ -57,12 +57,14 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Text for a terminal: characters that would control it, or turn the direction of text, are escaped. Names in files may have them."""
+    """Text for a terminal: characters that would control it, or turn the direction of text, are escaped. Names in files
+    may have them."""
     return _CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, and name the line that led here: the innermost one that is neither of this package nor of torch, which calls it."""
+    """Warn, and name the line that led here: the innermost one that is neither of this package nor of torch, which
+    calls it."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and not is_of_caller(frame):
         level, frame = level + 1, frame.f_back
@@ -78,7 +80,8 @@ _NUMBER = re.compile(r"(?<=[A-Za-z_])\.\d+(?=[.:,\s]|$)")  # of a layer, in a na
 
 
 def folded(problems: Sequence[Problem]) -> Iterator[str]:
-    """The texts of problems; of those that differ in the numbers of layers alone, the first one and how many there are."""
+    """The texts of problems; of those that differ in the numbers of layers alone, the first one and how many there
+    are."""
     alike: dict[str, list[Problem]] = {}
     for problem in problems:
         alike.setdefault(_NUMBER.sub(".*", str(problem)), []).append(problem)

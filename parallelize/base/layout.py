@@ -1,9 +1,9 @@
 """How a parameter is sharded over the ranks of `tp`: pairs of local and full slices for every rank.
 
-A layout says which intervals of the full tensor along one dim each rank stores, and in which order. That covers even and
-uneven shards, packed weights (several chunks, each sharded by itself) and replicated key/value heads (an interval that
-several ranks store). Placements are derived from it: `is_canonical` and `stored_shape` say which `Shard(dim)` DTensor stores
-it.
+A layout says which intervals of the full tensor along one dim each rank stores, and in which order. That covers even
+and uneven shards, packed weights (several chunks, each sharded by itself) and replicated key/value heads (an interval
+that several ranks store). Placements are derived from it: `is_canonical` and `stored_shape` say which `Shard(dim)`
+DTensor stores it.
 
 Floor 0: pure arithmetic, torch-free.
 """
@@ -25,8 +25,10 @@ class Chunk:
 
     Attributes:
         size: elements along the dim.
-        units: the number of equal blocks in it that are never split, such as heads; None: any element may be a boundary.
-        replicable: whether each unit may be stored by several ranks if there are fewer units than ranks (key/value heads).
+        units: the number of equal blocks in it that are never split, such as heads; None: any element may be a
+            boundary.
+        replicable: whether each unit may be stored by several ranks if there are fewer units than ranks (key/value
+            heads).
         name: what a unit is called in error messages.
         adjacent: without units, the number of elements between which there is no boundary.
     """
@@ -55,7 +57,8 @@ class Layout:
         num_ranks: the number of ranks of the axis.
         dim: the sharded dim; None: every rank stores the full tensor.
         owned: for each rank, the intervals of the full dim that it stores, in memory order.
-        rows: for each rank, the interval of dim 0 of which it stores these intervals, where `dim` is another; empty: all of it.
+        rows: for each rank, the interval of dim 0 of which it stores these intervals, where `dim` is another; empty:
+            all of it.
         chunks: what `owned` was computed from, to compute it for another number of ranks.
     """
 
@@ -118,7 +121,8 @@ class Layout:
 
     @cached_property
     def is_canonical(self) -> bool:
-        """Whether this is the layout of a plain DTensor: `Replicate`, or `Shard(dim)`, which splits as `torch.chunk` does."""
+        """Whether this is the layout of a plain DTensor: `Replicate`, or `Shard(dim)`, which splits as `torch.chunk`
+        does."""
         return self.dim is None or self == chunked(self.shape, self.dim, self.num_ranks)
 
     @cached_property

@@ -34,7 +34,8 @@ class MeshSpec:
         axes: (name, size) pairs.
         sizes: more axes, by keyword: `MeshSpec(dp=2, tp=4)`.
 
-    Raises: MeshError `bad-axis-size` for a size that is not a positive integer, or more than MOST_RANKS ranks; `repeated-axis`.
+    Raises: MeshError `bad-axis-size` for a size that is not a positive integer, or more than MOST_RANKS ranks;
+        `repeated-axis`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -138,7 +139,8 @@ class MeshSpec:
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """The groups of ranks that differ only along `axes`, in row-major order of `axes`: the last one changes fastest."""
+        """The groups of ranks that differ only along `axes`, in row-major order of `axes`: the last one changes
+        fastest."""
         offsets = self._offsets(axes)
         first_ranks = self._offsets([name for name in self.names if name not in axes])
         return [tuple(first + offset for offset in offsets) for first in first_ranks]
@@ -165,7 +167,8 @@ class MeshSpec:
 def possible_expert_ranks(spec: MeshSpec) -> list[int]:
     """The numbers of ranks, ep x etp, over which the experts can be divided.
 
-    Each divides the ranks of dp x cp x tp, and is a multiple or a divisor of tp, so that no group of tp is cut unevenly.
+    Each divides the ranks of dp x cp x tp, and is a multiple or a divisor of tp, so that no group of tp is cut
+    unevenly.
     """
     ranks, tp = spec.ranks(*FOLDED_AXES), spec.ranks("tp")
     return [n for n in _divisors(ranks) if n % tp == 0 or tp % n == 0]

@@ -1,4 +1,5 @@
-"""Modules under the names that they had before: `parallelize.errors` is `parallelize.base.errors`, the same module object.
+"""Modules under the names that they had before: `parallelize.errors` is `parallelize.base.errors`, the same module
+object.
 
 One table for all of them, read by a finder that looks at names in this package alone.
 """
@@ -97,6 +98,7 @@ class _Loader(Loader):
 
 
 def find_moved() -> None:
-    """Let imports find modules under their former names, before Python looks for files: there are none of these names."""
+    """Let imports find modules under their former names, before Python looks for files: there are none of these
+    names."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, MovedModules())

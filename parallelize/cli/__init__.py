@@ -1,7 +1,7 @@
 """The command line: `main` parses arguments, runs one command, and turns errors into an exit status.
 
-Each command is added by an `add_commands` of its room (`parser.py`). A command imports what it needs when it runs, so that
-`--help` and commands that only read plans do not import torch. Exit statuses: `parallelize.base.terminal.console`.
+Each command is added by an `add_commands` of its room (`parser.py`). A command imports what it needs when it runs, so
+that `--help` and commands that only read plans do not import torch. Exit statuses: `parallelize.base.terminal.console`.
 """
 
 from __future__ import annotations

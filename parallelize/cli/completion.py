@@ -1,8 +1,8 @@
 """`parallelize completion`: scripts for bash, zsh and fish, generated from the parser.
 
-The parser is read into one `Command` for each command, with what completes its arguments and options. A script finds the
-command of the line, then offers the words of that command. So new commands need no change here. Plan names are those
-shipped with the release that generated the script.
+The parser is read into one `Command` for each command, with what completes its arguments and options. A script finds
+the command of the line, then offers the words of that command. So new commands need no change here. Plan names are
+those shipped with the release that generated the script.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _completion(options: argparse.Namespace) -> int:
     return FINE
 
 
-# -- reading the parser ---------------------------------------------------------------------------------------------------
+# -- reading the parser ------------------------------------------------------------------------------------------------
 
 
 def walk_commands(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Command]:
@@ -94,7 +94,7 @@ def _words(action: argparse.Action) -> Words:
     return Words(tuple((str(word), "") for word in choices), files=action.type is Path or metavar in _FILES)
 
 
-# -- the scripts ----------------------------------------------------------------------------------------------------------
+# -- the scripts -------------------------------------------------------------------------------------------------------
 
 
 def bash(commands: list[Command]) -> str:
@@ -174,7 +174,8 @@ def _cases(cases: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote for bash, zsh and fish. They treat backslashes differently, so backslashes are removed; no parser has any."""
+    """Quote for bash, zsh and fish. They treat backslashes differently, so backslashes are removed; no parser has
+    any."""
     return "'" + text.replace("\\", "").replace("'", "'\\''") + "'"
 
 

@@ -93,7 +93,7 @@ def known_patches() -> list[dict[str, Any]]:
     return [{**asdict(row), "active": row in begun} for row in TABLE]
 
 
-# -- torch ----------------------------------------------------------------------------------------------------------------
+# -- torch -------------------------------------------------------------------------------------------------------------
 
 
 def _torch() -> dict[str, Any]:
@@ -127,7 +127,8 @@ def _nccl(torch: Any) -> str | None:
 def absent_features() -> Iterator[tuple[str, str]]:
     """(feature, private name of torch that it needs and that is absent), read from the two files that use such names.
 
-    Each function of these files is one feature, named in its docstring. The imports at the top are needed for everything.
+    Each function of these files is one feature, named in its docstring. The imports at the top are needed for
+    everything.
     """
     specs = [util.find_spec(f"parallelize.base.torch_private.{file}") for file in ("torch_tensors", "torch_groups")]
     origins = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
@@ -159,7 +160,7 @@ def _exists(name: str) -> bool:
     return True
 
 
-# -- devices and settings -------------------------------------------------------------------------------------------------
+# -- devices and settings ----------------------------------------------------------------------------------------------
 
 
 def _gpus() -> list[dict[str, str]]:
@@ -186,7 +187,7 @@ def _masked(value: str) -> str:
     return _IN_URL.sub("://...@", value)
 
 
-# -- as text --------------------------------------------------------------------------------------------------------------
+# -- as text -----------------------------------------------------------------------------------------------------------
 
 
 def _rows(data: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """The parser of all commands. Every room adds its own by a function `add_commands(verbs)`; `ADD_COMMANDS` lists them.
 
-Completion reads options, subcommands and choices from the parser. An argument with the metavar PLAN is completed with the
-shipped plans, an argument whose type is `Path` or whose metavar names a file with files.
+Completion reads options, subcommands and choices from the parser. An argument with the metavar PLAN is completed with
+the shipped plans, an argument whose type is `Path` or whose metavar names a file with files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)\Z", re.S)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ParallelizeError `usage`. Options cannot be abbreviated, so `--json` is in the arguments as it is."""
+    """A parser that raises ParallelizeError `usage`. Options cannot be abbreviated, so `--json` is in the arguments as
+    it is."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
@@ -54,7 +55,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
-    """The options of a command line. `KEY=VALUE` of `run` may stand after options too. Raises: ParallelizeError `usage`."""
+    """The options of a command line. `KEY=VALUE` of `run` may stand after options too. Raises: ParallelizeError
+    `usage`."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
     later = [argument for argument in rest if "=" in argument and not argument.startswith("-")]

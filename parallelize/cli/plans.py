@@ -91,7 +91,7 @@ def _command(inner: Any, name: str, run: Any, about: str) -> argparse.ArgumentPa
     return parser
 
 
-# -- shipped plans --------------------------------------------------------------------------------------------------------
+# -- shipped plans -----------------------------------------------------------------------------------------------------
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -174,7 +174,8 @@ def _exists(target: Path) -> PlanError:
 
 
 def _check_targets(targets: list[Path], force: bool) -> None:
-    """Whether files can be written, before the work of minutes whose results they are. Raises: PlanError `file-exists`; OSError."""
+    """Whether files can be written, before the work of minutes whose results they are. Raises: PlanError `file-exists`;
+    OSError."""
     for target in targets:
         if target.exists() and not force:
             raise _exists(target)
@@ -182,7 +183,7 @@ def _check_targets(targets: list[Path], force: bool) -> None:
             raise FileNotFoundError(ENOENT, "no such folder", str(target.parent))
 
 
-# -- derived --------------------------------------------------------------------------------------------------------------
+# -- derived -----------------------------------------------------------------------------------------------------------
 
 
 def _derive(options: argparse.Namespace) -> int:
@@ -204,7 +205,7 @@ def _derive(options: argparse.Namespace) -> int:
     return FINE
 
 
-# -- to and from transformers ---------------------------------------------------------------------------------------------
+# -- to and from transformers ------------------------------------------------------------------------------------------
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -233,7 +234,8 @@ def _shipped_for(model_type: str) -> list[str]:
 
 
 def _expert_layouts(plan: Plan) -> list[Mapping[str, bool]]:
-    """How each model type of a plan with experts stores their weights; of types that `transformers` cannot build, nothing."""
+    """How each model type of a plan with experts stores their weights; of types that `transformers` cannot build,
+    nothing."""
     from parallelize.plan.hf_plans import exports_experts
 
     if not exports_experts(plan):

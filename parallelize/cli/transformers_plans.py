@@ -1,7 +1,7 @@
 """Read a plan of `transformers` from a folder, a config.json, a file of words, or by a model type.
 
-A file with the words needs no package. For a config or a model type the words are those of `transformers`, and the model is
-built on the meta device to find out what the words do not say.
+A file with the words needs no package. For a config or a model type the words are those of `transformers`, and the
+model is built on the meta device to find out what the words do not say.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def _of_built_model(text: str) -> ForeignPlan:
 
 
 def expert_layout(model_type: str) -> Mapping[str, bool] | None:
-    """How a model type stores the weights of its experts (`EXPERT_FLAGS`): {} for none with flags; None if no model is built."""
+    """How a model type stores the weights of its experts (`EXPERT_FLAGS`): {} for none with flags; None if no model is
+    built."""
     from parallelize.plan.model_facts import describe
     from parallelize.plan.models.model_source import read_model
 

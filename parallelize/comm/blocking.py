@@ -1,10 +1,11 @@
 """Blocking collectives on a process group, called without the Python wrappers of `torch.distributed`.
 
-A wrapper costs 2 to 3 us a call, as much as the call itself: it logs errors, builds its options anew, and looks for coalescing
-contexts and tensor subclasses, none of which occur inside a planned module. Both ways end in the same method of the process
-group and the same dispatched op, so profilers, traces and fake groups see no difference. Compilers, which know the wrappers
-alone, and complex tensors, which the wrappers view as real ones, take the wrapper. While PyTorch's `CommDebugMode` counts,
-they are functional collectives, by whose names it counts. Sums and gathers of a group that shares memory go through it (`same_host`).
+A wrapper costs 2 to 3 us a call, as much as the call itself: it logs errors, builds its options anew, and looks for
+coalescing contexts and tensor subclasses, none of which occur inside a planned module. Both ways end in the same method
+of the process group and the same dispatched op, so profilers, traces and fake groups see no difference. Compilers,
+which know the wrappers alone, and complex tensors, which the wrappers view as real ones, take the wrapper. While
+PyTorch's `CommDebugMode` counts, they are functional collectives, by whose names it counts. Sums and gathers of a group
+that shares memory go through it (`same_host`).
 """
 
 from __future__ import annotations

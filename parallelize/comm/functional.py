@@ -1,4 +1,5 @@
-"""PyTorch's functional collectives with the results of the blocking ones, for tools that know these ops by their names."""
+"""PyTorch's functional collectives with the results of the blocking ones, for tools that know these ops by their
+names."""
 
 from __future__ import annotations
 

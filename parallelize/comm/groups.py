@@ -32,7 +32,8 @@ Wire = Callable[[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor], int], l
 
 
 class GroupState:
-    """What was learned about a process group. It lives as long as the process group; a `Group` may be collected earlier.
+    """What was learned about a process group. It lives as long as the process group; a `Group` may be collected
+    earlier.
 
     Attributes:
         profiles: results of calibration by device type and dtype.
@@ -223,7 +224,8 @@ class Group:
         return out.view(self.size, *x.shape)
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> Any:
-        """[n, ...] on each rank -> `out` [size * n, ...]; `x` may be this rank's part of `out`. Returns an async work."""
+        """[n, ...] on each rank -> `out` [size * n, ...]; `x` may be this rank's part of `out`. Returns an async
+        work."""
         return blocking.wrapped_all_gather(out, x, group=self.pg, async_op=True)
 
     def reduce_scatter_into(self, out: torch.Tensor, x: torch.Tensor) -> Any:
@@ -343,7 +345,8 @@ def first_alike(pg: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def axis_group(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
-    """This rank's process group along one axis of a mesh, or along several axes together. Call it on every rank of the mesh.
+    """This rank's process group along one axis of a mesh, or along several axes together. Call it on every rank of the
+    mesh.
 
     Args:
         mesh: a `DeviceMesh`.
@@ -363,9 +366,9 @@ def axis_group(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
 def destroy_groups() -> None:
     """Destroy every process group, and wait until gloo's threads have released their last tensors.
 
-    Call it at the end of a script, instead of `dist.destroy_process_group()`. A thread of gloo needs Python's GIL to free a
-    tensor. If the interpreter is shutting down by then, the thread is killed inside a C++ destructor, and the process aborts
-    ("terminate called without an active exception") although the run succeeded.
+    Call it at the end of a script, instead of `dist.destroy_process_group()`. A thread of gloo needs Python's GIL to
+    free a tensor. If the interpreter is shutting down by then, the thread is killed inside a C++ destructor, and the
+    process aborts ("terminate called without an active exception") although the run succeeded.
 
     Cost: 0.1 s; no communication beyond that of `dist.destroy_process_group()`.
     """

@@ -1,6 +1,7 @@
 """The handshake: ranks compare facts through the store before anything else is sent.
 
-The store needs no matching collectives, so a rank that is late, missing or about to fail is named, instead of a deadlock.
+The store needs no matching collectives, so a rank that is late, missing or about to fail is named, instead of a
+deadlock.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S, call
 
     The mesh's first rank reads the facts of every rank and posts a verdict; every other rank reads only the verdict.
 
-    Raises: HandshakeError on every rank: `ranks-disagree` with keys and ranks, `rank-failed` as soon as a rank has ended with an
-        error, or `ranks-missing` after `timeout_s`.
+    Raises: HandshakeError on every rank: `ranks-disagree` with keys and ranks, `rank-failed` as soon as a rank has
+        ended with an error, or `ranks-missing` after `timeout_s`.
     """
     compare_facts(mesh.mesh.flatten().tolist(), facts, timeout_s, call)
 
@@ -203,7 +204,8 @@ def _differences(facts: dict[int, Facts]) -> list[Problem]:
 
 
 def compressed(facts: Facts, most: int = 400) -> Facts:
-    """At most `most` facts, with the others folded into one digest, so that the posted text of a large model stays small."""
+    """At most `most` facts, with the others folded into one digest, so that the posted text of a large model stays
+    small."""
     if len(facts) <= most:
         return facts
     keys = sorted(facts)
@@ -218,12 +220,14 @@ def check_replicas(
 
     Args:
         group: the ranks that are compared.
-        tensors: this rank's tensors by name, in an order that all ranks have. Those on meta have no values, and are left out.
-        what: what the tensors are. axis: the axes of the group. fix: what to do about it. All three are for the message.
+        tensors: this rank's tensors by name, in an order that all ranks have. Those on meta have no values, and are
+            left out.
+        what: what the tensors are. axis: the axes of the group. fix: what to do about it. All three are for the
+            message.
 
     Raises: HandshakeError `replicas-differ` with tensors and ranks, on every rank of the group.
-    Cost: one all-gather of 40 bytes; only where something differs, another one of 32 bytes per tensor, to name it. PyTorch's
-        `CommDebugMode` does not count them: they belong to no operation of the model.
+    Cost: one all-gather of 40 bytes; only where something differs, another one of 32 bytes per tensor, to name it.
+        PyTorch's `CommDebugMode` does not count them: they belong to no operation of the model.
     """
     with uncounted():
         _compare_replicas(group, tensors, what, axis, fix)
@@ -261,7 +265,8 @@ def _compare_replicas(group: Group, tensors: Mapping[str, torch.Tensor], what: s
 def over_ranks(group: Group, number: int, device: torch.device) -> list[int]:
     """Each rank's `number`, in the order of the group.
 
-    device: that of the tensors which are sent next. Where nothing can be sent (meta tensors, a fake group, a compiler, a CUDA
+    device: that of the tensors which are sent next. Where nothing can be sent (meta tensors, a fake group, a compiler,
+    a CUDA
         graph that is captured), the numbers are taken to be this rank's.
     Cost: one all-gather of 8 bytes, which the host waits for. PyTorch's `CommDebugMode` does not count it.
     """
@@ -292,8 +297,8 @@ def _device_for(group: Group, device: torch.device) -> torch.device:
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """A digest [4] int64 of a tensor's shape, dtype and content. It depends on every bit and on the order of elements.
 
-    Two sums of the content's 64-bit words, each times an odd number of its own: one of the products, which no change of a
-    single word leaves as it is, and one of the products' mixed bits, in which changes of several words do not cancel.
+    Two sums of the content's 64-bit words, each times an odd number of its own: one of the products, which no change of
+    a single word leaves as it is, and one of the products' mixed bits, in which changes of several words do not cancel.
     """
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if raw.numel() % 8 or raw.storage_offset() % 8:
@@ -312,7 +317,8 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _FIX = (
-    "give the ranks of one tp group the same batch: GlobalBatches(len(dataset), size, mesh=mesh) does, DistributedSampler and "
+    "give the ranks of one tp group the same batch: GlobalBatches(len(dataset), size, mesh=mesh) does, "
+    "DistributedSampler and "
     "accelerate's prepare divide over all processes unless told otherwise (`check_loader(loader, mesh)` tells); "
     "check_replicated=False turns this check off"
 )
@@ -323,14 +329,16 @@ class InputCheck:
 
     Args:
         every: compare in the first forward in training, in the first in evaluation, and in every n-th of each after it.
-            Targets are counted by themselves, with and without gradients. 1 compares all tensors; otherwise those of integers
-            and booleans, such as ids and masks, because hidden states may be shards where a part of a model is called.
+            Targets are counted by themselves, with and without gradients. 1 compares all tensors; otherwise those of
+            integers and booleans, such as ids and masks, because hidden states may be shards where a part of a model is
+            called.
 
     Attributes:
         compared: whether the caller of the forward has compared the inputs, as a step does with its own message.
 
     Raises: HandshakeError `replicas-differ`, on every rank.
-    Cost: of a forward that compares: one all-gather of 40 bytes over `tp`, which the host waits for. Not under `torch.compile`.
+    Cost: of a forward that compares: one all-gather of 40 bytes over `tp`, which the host waits for. Not under
+        `torch.compile`.
     """
 
     def __init__(self, group: Group, every: int):
@@ -348,7 +356,8 @@ class InputCheck:
         self.compare("inputs", {f"input {i}": arg for i, arg in enumerate(args)} | kwargs, module.training)
 
     def compare(self, what: str, named: dict[str, Any], training: bool) -> None:
-        """Compare those of these values that are tensors, if it is their turn. Calls are counted by `what` and `training`."""
+        """Compare those of these values that are tensors, if it is their turn. Calls are counted by `what` and
+        `training`."""
         if torch.compiler.is_compiling() or self.compared:
             return
         number = self._calls[what, training]

@@ -20,14 +20,16 @@ def build_mesh(device_type: str, **sizes: int) -> DeviceMesh:
 
     Args:
         device_type: "cpu", or the type of this machine's accelerator, such as "cuda".
-        **sizes: ranks per axis, outermost axis first. Ranks that are neighbors on the last axis have consecutive numbers.
+        **sizes: ranks per axis, outermost axis first. Ranks that are neighbors on the last axis have consecutive
+            numbers.
 
-    Returns: a mesh over all processes. If no process group exists, `torch.distributed` is initialized from the environment; a mesh of
-        one rank needs no launcher. From then on an uncaught error of this process reaches the ranks that wait in a handshake for it.
+    Returns: a mesh over all processes. If no process group exists, `torch.distributed` is initialized from the
+        environment; a mesh of one rank needs no launcher. From then on an uncaught error of this process reaches the
+        ranks that wait in a handshake for it.
     Raises:
-        MeshError: `no-axes`; `no-device`; `wrong-world-size` if the product of the sizes is not the number of processes, with the
-            line that starts as many; `bad-environment` where a launcher has set some of torch's variables and not the others.
-            Also what `MeshSpec` raises for bad names and sizes.
+        MeshError: `no-axes`; `no-device`; `wrong-world-size` if the product of the sizes is not the number of
+            processes, with the line that starts as many; `bad-environment` where a launcher has set some of torch's
+            variables and not the others. Also what `MeshSpec` raises for bad names and sizes.
     Cost: none, apart from the creation of process groups.
     """
     publish_uncaught_errors()
@@ -50,7 +52,8 @@ def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
     """The names and sizes of a mesh, without its devices.
 
     Args:
-        mesh: any `DeviceMesh`. If it has no names, a 1-D mesh becomes `tp`; the axes of others are `axis0`, `axis1`, ...
+        mesh: any `DeviceMesh`. If it has no names, a 1-D mesh becomes `tp`; the axes of others are `axis0`, `axis1`,
+            ...
 
     Returns: the axes as a `MeshSpec`, in the order of the mesh.
     Raises:
@@ -91,7 +94,8 @@ def tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def fold_mesh(mesh: DeviceMesh, expert_ranks: int) -> DeviceMesh:
-    """The mesh of the same ranks as experts see them, with the axes edp and ep instead of dp, cp and tp: see `mesh.folded`.
+    """The mesh of the same ranks as experts see them, with the axes edp and ep instead of dp, cp and tp: see
+    `mesh.folded`.
 
     Call it on every rank of the mesh. Cost: the creation of process groups.
     """
@@ -118,8 +122,8 @@ _NUMBERS, _ADDRESS = ("RANK", "WORLD_SIZE"), ("MASTER_ADDR", "MASTER_PORT")
 
 
 def join_processes(spec: MeshSpec) -> None:
-    """Check that as many processes run as the mesh has ranks. One that no launcher has started becomes a group of one here, for a
-    mesh of one; else PyTorch makes the group from the variables of the launcher, which are complete.
+    """Check that as many processes run as the mesh has ranks. One that no launcher has started becomes a group of one
+    here, for a mesh of one; else PyTorch makes the group from the variables of the launcher, which are complete.
 
     Raises: MeshError `bad-environment`, `wrong-world-size`; on every rank alike, before a rank waits for another one.
     """
@@ -152,7 +156,8 @@ def _check_count(spec: MeshSpec, processes: int, by: str = "") -> None:
 
 
 def _command(spec: MeshSpec) -> str:
-    """The line that starts as many processes as the mesh needs: on the nodes of this job where they can have equally many."""
+    """The line that starts as many processes as the mesh needs: on the nodes of this job where they can have equally
+    many."""
     local, world = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     nodes = int(world) // max(int(local), 1) if local.isdigit() and world.isdigit() else 1
     if nodes < 2 or spec.world_size % nodes:

@@ -1,7 +1,8 @@
 """Point-to-point messages between the ranks of a group, many in flight at once: the transport of every overlapped op.
 
-An `Exchange` is a list of steps. In each step a rank sends one tensor to each peer that it names, and receives one tensor
-from each. Steps are posted without waiting, and waited for one by one. The transport depends on the group's backend:
+An `Exchange` is a list of steps. In each step a rank sends one tensor to each peer that it names, and receives one
+tensor from each. Steps are posted without waiting, and waited for one by one. The transport depends on the group's
+backend:
 
     gloo, mpi, ucc   send and receive, one message per peer (a sixth of the latency of gloo's collectives, measured)
     nccl, xccl       one coalesced batch of sends and receives per step, on the group's own stream; `wait` makes the current
@@ -9,9 +10,9 @@ from each. Steps are posted without waiting, and waited for one by one. The tran
     fake             nothing is sent
     any other        one list all-to-all per step
 
-Leaving the `with` block waits for everything that was posted, also after an error, so that no message of this exchange can be
-matched with a message of the next one.
-"""
+Leaving the `with` block waits for everything that was posted, also after an error, so that no message of this exchange
+can be matched with a message of the next one.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where the ranks of a gloo group are on one host: memory that all of them map, found and agreed on by the ranks themselves."""
+"""Where the ranks of a gloo group are on one host: memory that all of them map, found and agreed on by the ranks
+themselves."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ _MOST_RANKS = 16  # every rank reads what each other rank has written
 
 @contextmanager
 def through_shared_memory(group: Group, device_type: str) -> Iterator[None]:
-    """A context in which sums and gathers of CPU tensors over `group` go through shared memory, if its ranks are on one host.
+    """A context in which sums and gathers of CPU tensors over `group` go through shared memory, if its ranks are on one
+    host.
 
-    Where they are not, or where this machine, its /dev/shm, a watch or `CommDebugMode` on any rank rules it out, they go through the
-    process group as ever. Sums are taken in the order of ranks; of two ranks they have the bits of gloo's.
+    Where they are not, or where this machine, its /dev/shm, a watch or `CommDebugMode` on any rank rules it out, they
+    go through the process group as ever. Sums are taken in the order of ranks; of two ranks they have the bits of
+    gloo's.
 
     Args:
         device_type: that of the tensors of the group's ranks.
@@ -79,7 +82,8 @@ def _least(group: Group, *values: bool) -> list[bool]:
 def _made_by_all(group: Group) -> SharedMemory | None:
     """A file that the first rank makes and every rank maps; None on every rank where one of them cannot.
 
-    Its name is random, so a rank that can open it is on the same host. It is removed at once, and its memory lives as long as maps do.
+    Its name is random, so a rank that can open it is on the same host. It is removed at once, and its memory lives as
+    long as maps do.
     """
     name, descriptor = _new_file(group.size) if group.rank == 0 else ("", -1)
     message = torch.zeros(_NAME_BYTES, dtype=torch.uint8)

@@ -1,11 +1,14 @@
-"""Sums and gathers of small CPU tensors through memory that all ranks of a group have mapped: microseconds instead of gloo's hundreds.
+"""Sums and gathers of small CPU tensors through memory that all ranks of a group have mapped: microseconds instead of
+gloo's hundreds.
 
-Each rank has two slots and a counter. The n-th exchange writes this rank's tensor to its slot n mod 2, then n to its counter, and
-waits until every counter is at least n. A rank whose counter is n has read what was exchanged before, so that slot n mod 2 is free
-again when all counters have reached n - 1. Every rank reads the slots in the order of ranks, so all of them get the same bits.
+Each rank has two slots and a counter. The n-th exchange writes this rank's tensor to its slot n mod 2, then n to its
+counter, and waits until every counter is at least n. A rank whose counter is n has read what was exchanged before, so
+that slot n mod 2 is free again when all counters have reached n - 1. Every rank reads the slots in the order of ranks,
+so all of them get the same bits.
 
-The order of the two writes is what other ranks see on x86-64 alone, so it is used there alone (`is_supported`). Each rank locks one
-byte of the file for as long as it has the memory, by which a rank that waits knows of one that has ended or failed.
+The order of the two writes is what other ranks see on x86-64 alone, so it is used there alone (`is_supported`). Each
+rank locks one byte of the file for as long as it has the memory, by which a rank that waits knows of one that has ended
+or failed.
 """
 
 from __future__ import annotations
@@ -93,7 +96,8 @@ class SharedMemory:
                 combine(chunk, other, out=chunk)
 
     def all_gather(self, out: T, x: T) -> None:
-        """Contiguous [n, ...] on each rank -> contiguous `out` [size * n, ...]. Raises: HandshakeError `ranks-missing`."""
+        """Contiguous [n, ...] on each rank -> contiguous `out` [size * n, ...]. Raises: HandshakeError
+        `ranks-missing`."""
         flat, rows, start = x.view(-1), out.view(self._size, -1), 0
         for chunk in flat.split(SLOT_BYTES // x.element_size()) if x.nbytes > SLOT_BYTES else (flat,):
             for row, shard in zip(rows, self._exchange(chunk), strict=True):
@@ -142,7 +146,10 @@ class SharedMemory:
     def _check(self, peer: int, waited_s: float) -> None:
         """Raises: HandshakeError `ranks-missing` where a rank has let go of its memory, or does not come in time."""
         if self._has_ended(peer):
-            what = f"rank {peer} of the group has ended, or has left this call with an error, and rank {self._rank} waits for it"
+            what = (
+                f"rank {peer} of the group has ended, or has left this call with an error, and rank {self._rank} waits "
+                "for it"
+            )
         elif waited_s > self._timeout_s:
             what = f"rank {peer} of the group did not come within {self._timeout_s:g} s"
         else:

@@ -4,10 +4,10 @@
     hand_over()                           called where a message was posted and before it is waited for: the other runs
                                           until it hands over in turn, or ends
 
-Only one of the two threads runs at any time, and a turn ends only where the code says so, never after a time. So the order
-of everything that a rank does, messages included, is the same on every rank and in every repetition, and state that both
-share needs no locks. That holds as long as every rank of a group hands over at the same calls: whether a call hands over may
-depend on nothing that differs between ranks. Outside of `run_in_turns`, `yield_turn` reads one number.
+Only one of the two threads runs at any time, and a turn ends only where the code says so, never after a time. So the
+order of everything that a rank does, messages included, is the same on every rank and in every repetition, and state
+that both share needs no locks. That holds as long as every rank of a group hands over at the same calls: whether a call
+hands over may depend on nothing that differs between ranks. Outside of `run_in_turns`, `yield_turn` reads one number.
 
 Source: the overlap of two microbatches is that of Wang et al., Domino, arXiv:2409.15241 (two parts of a batch) and of
 DualPipe, arXiv:2412.19437 (a forward beside a backward); here it is in the transport, so that models stay as they are.
@@ -85,7 +85,8 @@ def run_in_turns(first: Callable[[], None], second: Callable[[], None], worker: 
     """Run two computations in turns, `first` in this thread.
 
     Args:
-        worker: a thread for `second`. The caller sets what the second needs of the state of this thread, such as autocast.
+        worker: a thread for `second`. The caller sets what the second needs of the state of this thread, such as
+            autocast.
 
     Raises: the error of the one that failed first; the other got `OtherFailedError` at its next turn.
     """

@@ -27,8 +27,8 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.02
 
 @lru_cache(maxsize=1)
 def publish_uncaught_errors() -> None:
-    """From now on, an uncaught error of this process goes to torchrun's error file, is printed as before, but of an error of this
-    package the caller's lines alone, and is stored for the other ranks."""
+    """From now on, an uncaught error of this process goes to torchrun's error file, is printed as before, but of an
+    error of this package the caller's lines alone, and is stored for the other ranks."""
     previous, pid = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -88,7 +88,8 @@ log = logging.getLogger("parallelize")
 
 
 def shorten_tracebacks(error: BaseException) -> None:
-    """Leave out, from an error of this package and those of this package that led to it, the lines of this package and of torch.
+    """Leave out, from an error of this package and those of this package that led to it, the lines of this package and
+    of torch.
 
     The error says what is wrong and how to correct it; the caller's lines say where. All lines go to the debug log.
     """
@@ -116,7 +117,8 @@ def _of_caller(trace: TracebackType | None) -> TracebackType | None:
 
 
 def write_error_file(error: BaseException) -> None:
-    """Write an error where torchrun reads it, in the format of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
+    """Write an error where torchrun reads it, in the format of
+    `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
 
     A file that is there stays: the script has `record` of that module, which writes it too.
     """

@@ -19,10 +19,10 @@ from parallelize.launch.start.early_signals import EarlySignals
 from parallelize.launch.start.end_with_parent import end_with_parent
 
 _ABOUT = """\
-Train a model by a recipe: model, data, mesh, plan, options, optimizer, checkpoints, metrics, in one YAML file. The same command
-works alone, where it starts the ranks itself, under torchrun, srun, Kubernetes (PyTorchJob, TrainJob) and Ray; its first line
-says which. A run that finds checkpoints in its folder goes on from the newest, on any mesh. SIGTERM, SIGUSR1 and Ctrl-C
-save at the next step and end with status 75; a second one ends at once."""
+Train a model by a recipe: model, data, mesh, plan, options, optimizer, checkpoints, metrics, in one YAML file. The same
+command works alone, where it starts the ranks itself, under torchrun, srun, Kubernetes (PyTorchJob, TrainJob) and Ray;
+its first line says which. A run that finds checkpoints in its folder goes on from the newest, on any mesh. SIGTERM,
+SIGUSR1 and Ctrl-C save at the next step and end with status 75; a second one ends at once."""
 
 
 def add_commands(verbs: Any) -> None:

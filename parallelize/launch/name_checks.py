@@ -1,7 +1,8 @@
-"""What is wrong with names in a run's file that torch or `transformers` knows: model, optimizer, tokenizer, heads on the mesh. No model is built.
+"""What is wrong with names in a run's file that torch or `transformers` knows: model, optimizer, tokenizer, heads on
+the mesh. No model is built.
 
-`NAME_CHECKS` import no code of the user's, so that a launcher and `--emit` can run them; `IMPORT_CHECKS` are for a rank. Where a package
-is missing on this machine nothing is concluded: the ranks may have it, and say so otherwise.
+`NAME_CHECKS` import no code of the user's, so that a launcher and `--emit` can run them; `IMPORT_CHECKS` are for a
+rank. Where a package is missing on this machine nothing is concluded: the ranks may have it, and say so otherwise.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def _text_config(source: ModelSource) -> Any:
 
 
 def _split_sizes(plan: Plan) -> list[str]:
-    """Sizes that some rule splits in every model of the plan: neither optional, nor of some models, nor in several chunks."""
+    """Sizes that some rule splits in every model of the plan: neither optional, nor of some models, nor in several
+    chunks."""
     of_some = {name for case in plan.cases for name in case.sizes}
     rules = (rule for rule in plan.rules if not rule.optional and rule.style.chunks == 1)
     return list(
@@ -184,7 +186,8 @@ def _own_optimizer(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _wrong_arguments(key: str, text: str, arguments: Mapping[str, Any]) -> Iterator[Mistake]:
-    """Keyword arguments that a function does not take; nothing for a function that cannot be found or has no signature."""
+    """Keyword arguments that a function does not take; nothing for a function that cannot be found or has no
+    signature."""
     try:
         signature = inspect.signature(object_of(text))
     except Exception:  # of its import, which is reported; or of a class without a signature

@@ -161,7 +161,8 @@ def _run(this: _Rank, other_mesh: bool, dry_run: bool) -> int:
 
 
 def _choose(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:
-    """The mesh, on every rank: rank 0 checks what the file names, chooses, predicts and warns; the others wait for its answer.
+    """The mesh, on every rank: rank 0 checks what the file names, chooses, predicts and warns; the others wait for its
+    answer.
 
     Raises: its errors, on every rank.
     """
@@ -191,7 +192,8 @@ def _choose_here(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:
     hosts = {rank: fact["host"] for rank, fact in facts.items()}
     names = sorted(set(hosts.values()))
     this.tell(
-        f"hosts: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}; {facts[0]['device']}; torch {facts[0]['torch']}"
+        f"hosts: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}; {facts[0]['device']}; torch "
+        f"{facts[0]['torch']}"
     )
     chosen = choose_mesh(config, this.launcher.world_size, subject, machine, other=other_mesh or config.mesh is None)
     for line in (*([chosen.why] if chosen.why else []), *(f"warning: {remark}" for remark in remarks(facts))):
@@ -249,7 +251,8 @@ def _end(this: _Rank, error: BaseException) -> None:
 
 
 def _status_of(error: BaseException) -> int:
-    """What the launcher is told: a mistake, which another attempt would meet again; a lost peer; or any other failure."""
+    """What the launcher is told: a mistake, which another attempt would meet again; a lost peer; or any other
+    failure."""
     if isinstance(error, ParallelizeError) and set(error.slugs) <= LOST_PEERS:
         return PEER_LOST
     if isinstance(error, MISTAKES):

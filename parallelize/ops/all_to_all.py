@@ -1,10 +1,10 @@
 """Ulysses: exchange a shard of the sequence for a shard of the heads before attention, and back after it.
 
-    exchange   [.., all of split, .., local rows of concat, ..] -> [.., local slice of split, .., all rows of concat, ..]
+    exchange [.., all of split, .., local rows of concat, ..] -> [.., local slice of split, .., all rows of concat, ..]
     fold       its adjoint: the reverse, where slices that overlap are summed
 
-`cuts` are the slices of the split dim that the ranks get. They may overlap (a key head that several ranks need goes to each of
-them, and its gradients are summed), be uneven, or be empty. `sizes` are the rows of each rank.
+`cuts` are the slices of the split dim that the ranks get. They may overlap (a key head that several ranks need goes to
+each of them, and its gradients are summed), be uneven, or be empty. `sizes` are the rows of each rank.
 
 On DTensors `parallelize::ulysses_exchange` is the identity of the full tensor: Shard(concat) becomes Shard(split).
 
@@ -105,8 +105,8 @@ def _check(x: T, group: Group, split: int, cuts: Sequence[Interval], concat: int
 def to_head_shards(q: T, k: T, v: T, group: Group, heads: HeadSplit, sizes: Sequence[int]) -> tuple[T, T, T]:
     """Exchange sequence shards for head shards: [B, H, local tokens, D] -> [B, local heads, all tokens, D].
 
-    Keys and values are one message. If this rank's query heads end inside a group that shares a key head, each query head gets
-    its own copy of the key head.
+    Keys and values are one message. If this rank's query heads end inside a group that shares a key head, each query
+    head gets its own copy of the key head.
 
     Args:
         sizes: tokens of each rank.

@@ -8,9 +8,9 @@
     split           [.., S, ..]  -> [.., s, ..]    backward: all-gather
     all_to_all      [.., S, .., t, ..] -> [.., s, .., T, ..]   backward: the reverse
 
-S is the full size of any dim and s this rank's shard of it, as `torch.chunk` splits it: the last shards may be smaller or empty.
-`padded` shards have ceil(S/P) rows on every rank, with zeros at the end; `gather` takes either. No input is changed, and on a
-group of one rank every function is the identity.
+S is the full size of any dim and s this rank's shard of it, as `torch.chunk` splits it: the last shards may be smaller
+or empty. `padded` shards have ceil(S/P) rows on every rank, with zeros at the end; `gather` takes either. No input is
+changed, and on a group of one rank every function is the identity.
 
 Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198 (sequence parallelism);
 Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509 (all-to-all).
@@ -199,8 +199,8 @@ def gather(x: torch.Tensor, group: Group, dim: int, full: int, gradient: str) ->
 
     Args:
         x: this rank's shard of `full` rows, or the same padded to ceil(full/P) rows.
-        gradient: the placement of the output's gradient. "partial": each rank has one part of the sum, and backward is a
-            reduce-scatter. "replicate": every rank has the full gradient, and backward keeps the local rows of it.
+        gradient: the placement of the output's gradient. "partial": each rank has one part of the sum, and backward is
+            a reduce-scatter. "replicate": every rank has the full gradient, and backward keeps the local rows of it.
     """
     if group.size == 1:
         return x

@@ -9,11 +9,12 @@
     split           [.., S, ..]       -> [.., s, ..]             all-gather
     all_to_all      [.., S, .., t, ..] -> [.., s, .., T, ..]     the reverse
 
-S is the full size of any dim, s this rank's part of it as `torch.chunk` splits it: ranks at the end may have less, or nothing.
-Under `torch.compile` and in a captured CUDA graph ranks cannot ask each other for their parts: pass `full` where they are uneven.
-A group is a 1-D DeviceMesh, such as `mesh["tp"]`, or a process group. All its ranks call the same function with tensors of one
-dtype. The gradients are those of the unsharded computation: nothing is scaled by the number of ranks. They have no second
-derivatives (ModelError `double-backward`). On a group of one rank every function is the identity.
+S is the full size of any dim, s this rank's part of it as `torch.chunk` splits it: ranks at the end may have less, or
+nothing. Under `torch.compile` and in a captured CUDA graph ranks cannot ask each other for their parts: pass `full`
+where they are uneven. A group is a 1-D DeviceMesh, such as `mesh["tp"]`, or a process group. All its ranks call the
+same function with tensors of one dtype. The gradients are those of the unsharded computation: nothing is scaled by the
+number of ranks. They have no second derivatives (ModelError `double-backward`). On a group of one rank every function
+is the identity.
 
 Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198 (sequence parallelism);
 Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509 (all-to-all).
@@ -94,15 +95,19 @@ def gather(
         x: [.., s, ..], this rank's part.
         group: a 1-D mesh or a process group.
         dim: the dim that is sharded. Default: the last.
-        gradient: what the gradient of the result is on each rank. "partial": each rank uses the result for a computation of its
-            own, and the gradient is the sum of theirs. "replicate": all ranks compute the same with it, and each has the gradient.
+        gradient: what the gradient of the result is on each rank. "partial": each rank uses the result for a
+            computation of its own, and the gradient is the sum of theirs. "replicate": all ranks compute the same with
+            it, and each has the gradient.
         full: the size S of `dim` over all ranks. Default: the sum of their parts, which they tell each other first.
 
     Returns: [.., S, ..], on every rank.
-    Backward: the sum over ranks of this rank's part of the gradient ("partial"), or this rank's part of its own ("replicate").
-    Raises: ShapeError `not-a-shard`, on every rank, if the parts are not those of `torch.chunk`; with `full` only on ranks whose s
-        is not their part of it, for which the others wait; `no-such-dim`; ModelError `not-local`; MeshError `several-axes`.
-    Cost: one all-gather; without `full` another of 8 bytes, which the host waits for; backward a reduce-scatter, or nothing.
+    Backward: the sum over ranks of this rank's part of the gradient ("partial"), or this rank's part of its own
+        ("replicate").
+    Raises: ShapeError `not-a-shard`, on every rank, if the parts are not those of `torch.chunk`; with `full` only on
+        ranks whose s is not their part of it, for which the others wait; `no-such-dim`; ModelError `not-local`;
+        MeshError `several-axes`.
+    Cost: one all-gather; without `full` another of 8 bytes, which the host waits for; backward a reduce-scatter, or
+        nothing.
     """
     joined = group_of(group)
     dim = _dim(_local(x), dim)
@@ -110,7 +115,8 @@ def gather(
 
 
 def reduce_scatter(x: torch.Tensor, group: GroupOrMesh, dim: int = -1) -> torch.Tensor:
-    """Sum partial results and keep this rank's part of a dim: the output of row-parallel layers under sequence parallelism.
+    """Sum partial results and keep this rank's part of a dim: the output of row-parallel layers under sequence
+    parallelism.
 
     Args:
         x: [.., S, ..], this rank's part of the sum.
@@ -144,8 +150,8 @@ def split(x: torch.Tensor, group: GroupOrMesh, dim: int = -1) -> torch.Tensor:
 def all_to_all(
     x: torch.Tensor, group: GroupOrMesh, split: int = 2, concat: int = 1, *, full: int | None = None
 ) -> torch.Tensor:
-    """Shard one dim instead of another. The defaults are those of attention: [batch, tokens, heads, ..] with this rank's tokens
-    becomes all tokens with this rank's heads. `all_to_all(out, group, 1, 2)` is the way back.
+    """Shard one dim instead of another. The defaults are those of attention: [batch, tokens, heads, ..] with this
+    rank's tokens becomes all tokens with this rank's heads. `all_to_all(out, group, 1, 2)` is the way back.
 
     Args:
         x: [.., t, .., S, ..]: this rank's part of dim `concat`, all of dim `split`.
@@ -156,10 +162,11 @@ def all_to_all(
 
     Returns: [.., T, .., s, ..].
     Backward: the reverse.
-    Raises: ShapeError `not-a-shard`, on every rank, if the parts are not those of `torch.chunk`; with `full` only on ranks whose t
-        is not their part of it, for which the others wait; `no-such-dim`, `same-dim` if both dims are one; ModelError `not-local`;
-        MeshError `several-axes`.
-    Cost: one all-to-all; without `full` also an all-gather of 8 bytes, which the host waits for; backward another all-to-all.
+    Raises: ShapeError `not-a-shard`, on every rank, if the parts are not those of `torch.chunk`; with `full` only on
+        ranks whose t is not their part of it, for which the others wait; `no-such-dim`, `same-dim` if both dims are
+        one; ModelError `not-local`; MeshError `several-axes`.
+    Cost: one all-to-all; without `full` also an all-gather of 8 bytes, which the host waits for; backward another
+        all-to-all.
     """
     joined = group_of(group)
     split, concat = _dim(_local(x), split), _dim(x, concat)

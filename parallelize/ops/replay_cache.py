@@ -1,10 +1,11 @@
 """The replay cache: what a recomputed forward gets from the first one, such as results of collectives.
 
-A recomputed unit runs its forward twice: in the forward pass, and again in backward (a *replay*), to make the tensors that
-backward needs. A `ReplayCache` belongs to one forward and its replays; a `RecomputePass` is one run of it. During a pass,
-in this thread,
+A recomputed unit runs its forward twice: in the forward pass, and again in backward (a *replay*), to make the tensors
+that backward needs. A `ReplayCache` belongs to one forward and its replays; a `RecomputePass` is one run of it. During
+a pass, in this thread,
 
-    run_collective(kind, collective, ...)   communicates, or in a replay returns the saved result, if the unit saves the kind
+    run_collective(kind, collective, ...) communicates, or in a replay returns the saved result, if the unit saves the
+    kind
     remembered(name, make)                  makes a value, or in a replay returns the value of the forward
     is_remembered(name)                     whether a replay has such a value
     in_recompute()                          whether this is a replay
@@ -88,7 +89,8 @@ class _SavedResult:
 
 
 class RecomputePass:
-    """A context manager: what runs inside is the forward of `cache`, or a replay of it. A replay may be entered repeatedly."""
+    """A context manager: what runs inside is the forward of `cache`, or a replay of it. A replay may be entered
+    repeatedly."""
 
     __slots__ = ("_at_exit", "_counts", "_outer", "cache", "number", "replay")
 

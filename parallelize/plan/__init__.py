@@ -1,1 +1,2 @@
-"""Plans: strict loading of YAML files, translation of `transformers` plans, and their resolution on a model and a mesh."""
+"""Plans: strict loading of YAML files, translation of `transformers` plans, and their resolution on a model and a
+mesh."""

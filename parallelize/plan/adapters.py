@@ -1,7 +1,9 @@
-"""A plan for a model with adapters of PEFT: names get PEFT's prefix, and the rule of a layer becomes those of its parts.
+"""A plan for a model with adapters of PEFT: names get PEFT's prefix, and the rule of a layer becomes those of its
+parts.
 
-PEFT replaces a layer by a module that has the layer as `base_layer`, beside its adapters, or as `original_module`, beside trained
-copies. Plans name the layers of the stock model: what is inside is planned by their styles (`plan/styles/adapter_styles.py`).
+PEFT replaces a layer by a module that has the layer as `base_layer`, beside its adapters, or as `original_module`,
+beside trained copies. Plans name the layers of the stock model: what is inside is planned by their styles
+(`plan/styles/adapter_styles.py`).
 
 Torch-free: adapters are recognized by the modules that PEFT gives a layer, and PEFT is not imported.
 """
@@ -231,7 +233,8 @@ class _Rules:
         yield from (replace(rule, pattern=where, style=of[key]) for key, of, where in parts if self._has(name, key))
 
     def _unknown_parts(self, name: str, rule: Rule) -> list[str]:
-        """What is beside the layer that no plan can serve: other children with parameters, other classes, other variants of LoRA."""
+        """What is beside the layer that no plan can serve: other children with parameters, other classes, other
+        variants of LoRA."""
         layer: Any = self.model.objects[name]
         known = (BASE, *_PARTS, *_WITHOUT_PARAMETERS)
         parts = [
@@ -251,7 +254,8 @@ class _Rules:
         return parts
 
     def _may_adapt_parameter(self, name: str, style: StyleText) -> bool:
-        """Whether the forward of the layer reads a parameter that is changed while it runs, as those of plain linears do not."""
+        """Whether the forward of the layer reads a parameter that is changed while it runs, as those of plain linears
+        do not."""
         if adapts_parameters(style):
             return True
         layer = name
@@ -268,7 +272,10 @@ class _Rules:
                 "unplanned-adapter",
                 f"no plan serves an adapter of {generic(name)}: {what}",
                 rows=(("adapter", f"{kind.__module__}.{kind.__name__}"),),
-                fix="LoRA, DoRA or IA3 on linears and embeddings with rules of their own; or merge the adapter before the plan",
+                fix=(
+                    "LoRA, DoRA or IA3 on linears and embeddings with rules of their own; or merge the adapter before "
+                    "the plan"
+                ),
             )
         )
 
@@ -301,7 +308,8 @@ class _Rules:
         return f"{owner}.{ORIGINAL}.{key}" if owner in self.copied else name
 
     def of_prompts(self, plan: Plan) -> Iterator[Rule]:
-        """Learned prompts are full on every rank, outside of the model that PEFT wraps. plan: may have their rules already."""
+        """Learned prompts are full on every rank, outside of the model that PEFT wraps. plan: may have their rules
+        already."""
         known = {rule.pattern for rule in plan.rules}
         names = [name for name in self.model.modules if name.partition(".")[0] == PROMPTS and name not in known]
         full = StyleText("replicate")

@@ -22,8 +22,8 @@ class BlockFormat:
     """Codes of 4 or 8 bits, and a scale for each block of consecutive elements of a row of the weight.
 
     Attributes:
-        word: "nf4" (the 16 quantiles of a normal distribution) or "int8" (127 steps on each side of zero). Of weights that another
-            library has quantized also "fp4" (8 magnitudes and a sign).
+        word: "nf4" (the 16 quantiles of a normal distribution) or "int8" (127 steps on each side of zero). Of weights
+            that another library has quantized also "fp4" (8 magnitudes and a sign).
         block: elements that share a scale: a power of two, 8 or more.
         scales: the dtype of the scales, "bfloat16" or, of weights that another library has quantized, "float32".
     """
@@ -74,8 +74,8 @@ _OF_TORCH = frozenset({"Linear", "_ConvNd"})
 def is_conv1d(module: Any) -> bool:
     """Whether a module is a Conv1D, of `transformers`, of a copy of it, or of a subclass.
 
-    The class is asked: any module may have an attribute `nf`. A class of that name that is PyTorch's linear or convolution stores its weight
-    as those do.
+    The class is asked: any module may have an attribute `nf`. A class of that name that is PyTorch's linear or
+    convolution stores its weight as those do.
     """
     names = {cls.__name__ for cls in type(module).__mro__}
     return "Conv1D" in names and names.isdisjoint(_OF_TORCH) and "nf" in vars(module)

@@ -64,7 +64,10 @@ def _no_plan(model: Any, model_type: Any, by_type: Mapping[str, Plan]) -> Proble
     """The problem of a model for which there is no plan."""
     kind = f" (model type {model_type!r})" if isinstance(model_type, str) else ""
     what = f"no shipped plan is for {type(model).__name__}{kind}, and it has no plan of its own"
-    fix = 'plan="auto" derives one; `parallelize plans derive package.module:function` writes it to a file. Or write one: a dict of names to styles, a .yaml'
+    fix = (
+        'plan="auto" derives one; `parallelize plans derive package.module:function` writes it to a file. Or write '
+        "one: a dict of names to styles, a .yaml"
+    )
     close = near(model_type, by_type) if isinstance(model_type, str) else []
     rows = (("types of similar names", ", ".join(close)),) if close else ()
     return Problem("no-plan-for-model", what, rows=rows, fix=fix)
@@ -95,8 +98,8 @@ def translate(model: Any, base: Any, words: dict[str, str]) -> Plan:
 
 
 def plan_of(module: Any, plan: Any, tp: int = 2) -> Plan:
-    """The plan for a caller's argument: a `Plan`, a name, a path, a dict of patterns to styles, None (by the model), or "auto",
-    which derives one for a model without. tp: the ranks that it is derived for.
+    """The plan for a caller's argument: a `Plan`, a name, a path, a dict of patterns to styles, None (by the model), or
+    "auto", which derives one for a model without. tp: the ranks that it is derived for.
 
     Raises: PlanError.
     """
@@ -129,7 +132,8 @@ def _chosen(module: Any) -> Plan:
 
 
 def _best(module: Any, tp: int) -> Plan:
-    """What "auto" chooses: a shipped plan, that of `transformers` if it holds, or one that is derived. What stays whole is said."""
+    """What "auto" chooses: a shipped plan, that of `transformers` if it holds, or one that is derived. What stays whole
+    is said."""
     auto = provider("derived_plans")
     try:
         plan = _chosen(module)
@@ -148,7 +152,8 @@ def _has_no_plan(error: PlanError) -> bool:
 
 
 def plan_or_none(module: Any, plan: Any, tp: int = 2) -> Plan | None:
-    """`plan_of` where a plan is optional: None for a model without a plan, or for a dict or style, which has no sections."""
+    """`plan_of` where a plan is optional: None for a model without a plan, or for a dict or style, which has no
+    sections."""
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
         return None
     try:

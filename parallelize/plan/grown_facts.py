@@ -1,7 +1,8 @@
 """The facts of a full model that has got adapters since it was cut into stages, on a rank that has a part of it.
 
-Modules are the objects that they were, under other names: a layer with adapters is its wrapper's `base_layer`. Of what other stages
-store, shapes are those from before the cut; new adapters have theirs on every rank, until they are dropped.
+Modules are the objects that they were, under other names: a layer with adapters is its wrapper's `base_layer`. Of what
+other stages store, shapes are those from before the cut; new adapters have theirs on every rank, until they are
+dropped.
 
 Torch-free.
 """

@@ -41,7 +41,8 @@ ATTRIBUTES = {
 
 
 def words_of(config: Any) -> dict[str, str]:
-    """The `base_model_tp_plan` of a config or its class; where that names no experts, with those of its `base_model_ep_plan`."""
+    """The `base_model_tp_plan` of a config or its class; where that names no experts, with those of its
+    `base_model_ep_plan`."""
     words = dict(getattr(config, "base_model_tp_plan", None) or {})
     if not any(word in EXPERT_WORDS for word in words.values()):
         over_ep = ("ep_dispatch_experts", *EXPERT_WEIGHT_WORDS["ep_dispatch_experts"].values())
@@ -82,7 +83,7 @@ def full_words(words: Mapping[str, str], prefix: str, head: Mapping[str, str], e
     }
 
 
-# -- in -------------------------------------------------------------------------------------------------------------------
+# -- in ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,8 @@ def _replicated(foreign: ForeignPlan, styles: Mapping[str, StyleText]) -> tuple[
 
 
 def _has_sharded_siblings(owner: str, styles: Mapping[str, StyleText]) -> bool:
-    """Whether a module most likely runs on sharded activations: a sibling of column and row linears, as in `resolve`."""
+    """Whether a module most likely runs on sharded activations: a sibling of column and row linears, as in
+    `resolve`."""
     for parent in filter(None, (owner, owner.rpartition(".")[0])):
         siblings = [style for pattern, style in styles.items() if pattern.rpartition(".")[0] == parent]
         gathered = any(style.options.get("output") == "full" for style in siblings)
@@ -286,17 +288,23 @@ def _notes(foreign: ForeignPlan, heads: bool, local: bool, undecided: list[str])
     if not heads:
         yield "head counts: none are known, so a split inside a head is not detected; add `sizes:`"
     elif not local:
-        yield "key/value heads are not replicated where there are fewer of them than ranks: that needs `local:` attributes"
+        yield (
+            "key/value heads are not replicated where there are fewer of them than ranks: that needs `local:` "
+            "attributes"
+        )
     yield "sequence parallelism: there is no region; add `sequence_parallel:`, `gather` rules and `sequence` norms"
     if not local:
         yield "attributes that become local: add `local:` where the forward uses head counts in views"
     if foreign.parameters is None:
         yield f"{foreign.no_model_reason}: `?` marks common names; `parallelize_module` reports what is missing"
     for name in undecided:
-        yield f"UNDECIDED {name}: a sibling of sharded linears; give it `replicate`, `replicate(gradient=partial)` or `shard`"
+        yield (
+            f"UNDECIDED {name}: a sibling of sharded linears; give it `replicate`, `replicate(gradient=partial)` or "
+            "`shard`"
+        )
 
 
-# -- out ------------------------------------------------------------------------------------------------------------------
+# -- out ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -390,7 +398,10 @@ def _dropped(plan: Plan) -> Iterator[str]:
     if any(pattern in HEAD for rule in plan.rules for pattern in alternatives(rule.pattern)):
         yield "lm_head: the classes of `transformers` have a rule for it (_tp_plan): gathered, without loss parallelism"
     if any(rule.style.traits.shares_input or rule.style.traits.by_token for rule in plan.rules) or plan.regions:
-        yield "`transformers` has no sequence parallelism; each column linear reduces its input's gradient, `gather` does it once"
+        yield (
+            "`transformers` has no sequence parallelism; each column linear reduces its input's gradient, `gather` "
+            "does it once"
+        )
     if any(rule.style.unit for rule in plan.rules):
         counts = ", ".join(f"{name} ({size.source})" for name, size in plan.sizes.items())
         yield f"`transformers` does not check that tp divides {counts}"

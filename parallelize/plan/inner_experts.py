@@ -1,4 +1,5 @@
-"""Experts whose weights are in modules inside of the one that computes with them, instead of stacked in it. Known by shape, not by class.
+"""Experts whose weights are in modules inside of the one that computes with them, instead of stacked in it. Known by
+shape, not by class.
 
 | kind | called with | weights |
 |---|---|---|
@@ -6,7 +7,7 @@
 | `expert block` | hidden states; it contains the router | `{input,output}_linear.weight` [experts, out, in], gate before up (JetMoe) |
 
 Torch-free.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def words_of_weights(layouts: Sequence[Mapping[str, bool]]) -> tuple[dict[str, s
     """({key of a weight: word}, the reason why there are none) for experts with these flags.
 
     Args:
-        layouts: flags of the experts of each model that the words are for (`ModuleFacts.flags`); {} where there are none.
+        layouts: flags of the experts of each model that the words are for (`ModuleFacts.flags`); {} where there are
+            none.
     """
     if not layouts:
         return {}, "how their weights are stored is not known without a model type that `transformers` builds"

@@ -1,4 +1,5 @@
-"""What a stock forward reads and each rank has locally: head counts and widths of its module, arguments by heads, shards of inputs.
+"""What a stock forward reads and each rank has locally: head counts and widths of its module, arguments by heads,
+shards of inputs.
 
 Torch-free.
 """

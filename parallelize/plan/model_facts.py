@@ -28,7 +28,8 @@ class ParameterFacts:
         requires_grad: as the model has it.
         packs: of codes or scales of a quantized linear: how many elements of the weight, along the last dim, one of its
             elements stands for. block: elements of the weight between which there is no boundary of ranks.
-        counts: of codes `packs`, of the scales beside them 0: the elements of weights that one of its elements counts for.
+        counts: of codes `packs`, of the scales beside them 0: the elements of weights that one of its elements counts
+            for.
     """
 
     names: tuple[str, ...]
@@ -45,7 +46,8 @@ class ParameterFacts:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of an element of integers, such as codes and scales, which no cast of a model changes; 0: it is floating-point."""
+        """Bytes of an element of integers, such as codes and scales, which no cast of a model changes; 0: it is
+        floating-point."""
         return _INTEGER_BYTES.get(self.dtype, 0)
 
     @property
@@ -81,7 +83,8 @@ class ModelFacts:
         return getattr(config, "text_config", None) or config
 
     def restricted(self, present: Callable[[str], bool], objects: dict[str, Any]) -> ModelFacts:
-        """The part of the model for whose names `present` is true, such as a pipeline stage; `objects` replaces the modules."""
+        """The part of the model for whose names `present` is true, such as a pipeline stage; `objects` replaces the
+        modules."""
         parameters = {}
         for fact in self.parameters.values():
             names = tuple(name for name in fact.names if present(name))
@@ -163,7 +166,8 @@ def _stacked_count(shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-"""Attributes of an instance by which `transformers` says how experts are stored. Their classes differ in nothing else."""
+"""Attributes of an instance by which `transformers` says how experts are stored. Their classes differ in nothing
+else."""
 
 
 def _expert_flags(module: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, bool]:

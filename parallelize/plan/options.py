@@ -36,22 +36,23 @@ class Options:
         sequence_parallel: norms and residuals are sequence shards over `tp`.
         loss_parallel: logits stay shards of the vocabulary over `tp`.
         fuse_loss: the head returns `DeferredLogits`, and the loss computes logits in chunks of tokens. Needs no `tp`.
-        overlap: "auto", "off", "chunked" or "symm_mem": collectives overlap with matmuls. "auto" measures link and matmuls
-            once, at the first forward, and overlaps where that is faster; see `overlap_report`.
-        overlap_microbatches: the forward of a microbatch runs beside the backward of the one before it: where one waits for a
-            message, the other computes. Not with pipeline stages, ZeRO 3 or recompute. "auto": where it can, and where it is faster,
-            which the first steps measure.
+        overlap: "auto", "off", "chunked" or "symm_mem": collectives overlap with matmuls. "auto" measures link and
+            matmuls once, at the first forward, and overlaps where that is faster; see `overlap_report`.
+        overlap_microbatches: the forward of a microbatch runs beside the backward of the one before it: where one waits
+            for a message, the other computes. Not with pipeline stages, ZeRO 3 or recompute. "auto": where it can, and
+            where it is faster, which the first steps measure.
         ulysses: ranks of `cp` that exchange heads, where the rest forms a ring: see `context_parallel`.
-        ep: ranks over which whole experts of a mixture are divided, folded over dp x cp x tp: a divisor of their number that
-            is a multiple or a divisor of tp. 1: each expert is split over `tp`.
-        etp: ranks over which each of these experts is split. The experts are on ep x etp ranks, a multiple or a divisor of tp.
+        ep: ranks over which whole experts of a mixture are divided, folded over dp x cp x tp: a divisor of their number
+            that is a multiple or a divisor of tp. 1: each expert is split over `tp`.
+        etp: ranks over which each of these experts is split. The experts are on ep x etp ranks, a multiple or a divisor
+            of tp.
         recompute: "off", "selective" or "full": see `recompute`; so recompute_every and recompute_save.
-        dtype: of compute, a name (also bf16, fp16, fp32) or a torch dtype; default: that of the weights. Where it is narrower than they are, the
-            optimizer keeps float32 copies, and gradients are summed in float32.
+        dtype: of compute, a name (also bf16, fp16, fp32) or a torch dtype; default: that of the weights. Where it is
+            narrower than they are, the optimizer keeps float32 copies, and gradients are summed in float32.
         reduce_dtype: of the sums of gradients over data axes. Default: float32 where `dtype` is narrower, else the
             parameters' dtype.
-        compare_every: parameters that ranks store alike are compared in the first call of a step (or evaluation, or forward),
-            and in every N-th call after it; 0: never.
+        compare_every: parameters that ranks store alike are compared in the first call of a step (or evaluation, or
+            forward), and in every N-th call after it; 0: never.
 
     Raises: ModelError `bad-option`, `bad-zero-stage`.
     """
@@ -115,7 +116,8 @@ class Options:
         return self.num_microbatches or (2 * pp if pp > 1 else 1)
 
     def microbatch_overlap(self, mesh: MeshSpec) -> bool | str:
-        """`overlap_microbatches` of these complete options on a mesh: False where it is "auto" and nothing can overlap."""
+        """`overlap_microbatches` of these complete options on a mesh: False where it is "auto" and nothing can
+        overlap."""
         impossible = self.overlap_microbatches == AUTO and any(_wrong_overlap_of_microbatches(self, mesh))
         return False if impossible else self.overlap_microbatches
 
@@ -306,7 +308,9 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "const": True,
         "type": _flag_or_auto,
         "metavar": "on|off|auto",
-        "help": "a forward runs beside the backward of the microbatch before it; auto: where the first steps are faster so",
+        "help": (
+            "a forward runs beside the backward of the microbatch before it; auto: where the first steps are faster so"
+        ),
     },
     "ulysses": {"type": int, "metavar": "N", "help": "ranks of cp that exchange heads; the rest forms a ring"},
     "ep": {"type": int, "metavar": "N", "help": "ranks over which whole experts are divided, folded over dp x cp x tp"},

@@ -45,7 +45,8 @@ class LayoutMaker:
         return "ep" if use.by_expert and self.plan.options.expert_ranks > self.tp_size else "tp"
 
     def divides_adapters(self) -> bool:
-        """Whether adapters are divided as whole experts are. Folded experts are units of ZeRO 3 by themselves, without their adapters."""
+        """Whether adapters are divided as whole experts are. Folded experts are units of ZeRO 3 by themselves, without
+        their adapters."""
         options = self.plan.options
         folds = options.expert_ranks > self.tp_size
         return options.ep > 1 and options.etp == 1 and not (folds and options.zero == 3)
@@ -90,7 +91,8 @@ class LayoutMaker:
                 ("module", f"{name}: {width} input features over axis tp (size {self.tp_size})"),
                 ("split at", f"element {bound}: {bound} % {block} = {bound % block}"),
             ),
-            f"a smaller block: quantize(model, 'nf4(block=32)'), import_quantized(model, block=32); tp size {sizes}; or leave {name} out of `modules`",
+            f"a smaller block: quantize(model, 'nf4(block=32)'), import_quantized(model, block=32); tp size {sizes}; "
+            f"or leave {name} out of `modules`",
         )
 
     def _of_experts(self, fact: ParameterFacts, use: Use, dim: int, rule: Rule) -> tuple[Layout | None, Problem | None]:
@@ -163,12 +165,16 @@ class LayoutMaker:
         return [unit] * len(counts), None
 
     def width(self, text: str) -> int | None:
-        """The width of a unit: a number, a size of the plan, or 1 where a rule names none beside others that have one."""
+        """The width of a unit: a number, a size of the plan, or 1 where a rule names none beside others that have
+        one."""
         return int(text or 1) if text.isdigit() or not text else self.size(text)
 
     def _other_width(self, fact: ParameterFacts, use: Use, rule: Rule, planned: int) -> Problem:
         assert use.dim is not None
-        what = f"dim {use.dim} of {generic(fact.fqn)} is {fact.shape[use.dim]}, and the chunks of the rule are {planned} together"
+        what = (
+            f"dim {use.dim} of {generic(fact.fqn)} is {fact.shape[use.dim]}, and the chunks of the rule are {planned} "
+            "together"
+        )
         sizes = dict.fromkeys(name for name in (*use.unit, *use.widths) if name in self.plan.sizes)
         rows = tuple((name, str(self.size(name))) for name in sizes)
         return Problem("indivisible-units", what, rule.where, rows, "check the sizes that the rule names")
@@ -206,7 +212,8 @@ class LayoutMaker:
         )
 
     def _head_width(self, fact: ParameterFacts) -> int | None:
-        """The head width of the attention module that has the parameter, or that contains its linear, or of a group of channels; or None."""
+        """The head width of the attention module that has the parameter, or that contains its linear, or of a group of
+        channels; or None."""
         owner = fact.fqn.rpartition(".")[0]
         facts = self.model.modules.get(owner)
         groups = {"grouped": "groups", "channel_norm": "num_groups"}.get(facts.kind, "") if facts is not None else ""
@@ -221,15 +228,22 @@ class LayoutMaker:
         return None
 
     def _split_units(self, fact: ParameterFacts, use: Use, rule: Rule, unit: int, head: int) -> Problem:
-        """The problem where a size alone does not say whether a rule counts heads, or something of another width for each head."""
+        """The problem where a size alone does not say whether a rule counts heads, or something of another width for
+        each head."""
         assert use.dim is not None
         width, sizes = fact.shape[use.dim], " + ".join(use.unit)
-        what = f"`{rule.style}` of {generic(fact.fqn)} does not say what its {width} elements are: {sizes} of {unit}, or {width // head} heads of {head}"
+        what = (
+            f"`{rule.style}` of {generic(fact.fqn)} does not say what its {width} elements are: {sizes} of {unit}, or "
+            f"{width // head} heads of {head}"
+        )
         return Problem(
             "uneven-heads",
             what,
             rule.where,
-            fix=f"name the width of each chunk: `{use.unit[0]}*{unit}` for {unit} for each of {use.unit[0]}; or the size that counts its heads",
+            fix=(
+                f"name the width of each chunk: `{use.unit[0]}*{unit}` for {unit} for each of {use.unit[0]}; or the "
+                "size that counts its heads"
+            ),
         )
 
     def _split_heads(self, fact: ParameterFacts, layout: Layout, rule: Rule) -> Problem | None:
@@ -269,8 +283,8 @@ def _remainder(count: int, chunks: int, tp_size: int) -> str:
 
 
 def dotted(root: Any, path: str) -> Any:
-    """`root.a.b` for the path `a.b`, and `root.a[2]` for `a.2`; None where a part is missing, or cannot be read: of a config with other
-    values in some layers."""
+    """`root.a.b` for the path `a.b`, and `root.a[2]` for `a.2`; None where a part is missing, or cannot be read: of a
+    config with other values in some layers."""
     value = root
     for part in path.split("."):
         try:

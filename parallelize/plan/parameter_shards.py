@@ -1,4 +1,5 @@
-"""What one rank stores of each parameter, and how its gradient is reduced, over every axis. Arithmetic on a resolved plan.
+"""What one rank stores of each parameter, and how its gradient is reduced, over every axis. Arithmetic on a resolved
+plan.
 
 | axis | parameters | gradients |
 |---|---|---|
@@ -7,7 +8,7 @@
 | data axes | rows are split over the shard axis by the ZeRO stage | summed over all of them, in backward or when a step ends |
 
 Torch-free.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ def splits_of(zero: int, mesh: MeshSpec, *, scalar: bool = False, ep: int = 1) -
 def expert_zero_dim(layout: Layout, ranks: int) -> int:
     """The dim of a folded expert parameter that ZeRO 3 splits over `ranks` of `edp`.
 
-    Another one than those along which the ranks of `ep` store different elements: so an interval of the full tensor stays one, and
-    few experts on each rank are split evenly too. 0 where `ranks` divides none, as `fully_shard` requires of others than dim 0.
+    Another one than those along which the ranks of `ep` store different elements: so an interval of the full tensor
+    stays one, and few experts on each rank are split evenly too. 0 where `ranks` divides none, as `fully_shard`
+    requires of others than dim 0.
     """
     shape = layout.stored_local_shape(0)
     dims = (dim for dim in range(1, len(shape)) if dim not in layout.sharded_dims and shape[dim] % ranks == 0)
@@ -173,7 +175,8 @@ def stored_elements(
     """What a rank stores of these parameters.
 
     Args:
-        counts_gradients: whether buffers of gradients have one more number per parameter: of the ranks that had a gradient.
+        counts_gradients: whether buffers of gradients have one more number per parameter: of the ranks that had a
+            gradient.
         data_rank: the rank along the shard axis; the first one stores the most.
     """
     shards = list(shards)

@@ -1,8 +1,8 @@
 """Patterns of fully qualified names: `*` matches one segment or a part of it, `{q,k}_proj` lists alternatives.
 
-`model.layers.*.self_attn.{q,k,v}_proj` has five segments and matches names with exactly five. Users cannot write regular
-expressions, so matching is linear in the length of the name. `encoder.**` matches `encoder` and everything inside of it: the pattern
-of a rule for what no other rule claims.
+`model.layers.*.self_attn.{q,k,v}_proj` has five segments and matches names with exactly five. Users cannot write
+regular expressions, so matching is linear in the length of the name. `encoder.**` matches `encoder` and everything
+inside of it: the pattern of a rule for what no other rule claims.
 
 Torch-free.
 """
@@ -43,7 +43,9 @@ def check_pattern(pattern: str, where: str, defaults: bool = False, root: bool =
                     "bad-pattern",
                     f"cannot read segment {segment!r} of {pattern!r}",
                     where,
-                    fix="segments of letters, digits, _, -, `*` (one segment or a part of it) and {a,b}, joined by dots",
+                    fix=(
+                        "segments of letters, digits, _, -, `*` (one segment or a part of it) and {a,b}, joined by dots"
+                    ),
                 )
             )
 
@@ -83,8 +85,8 @@ def alternatives(pattern: str) -> list[str]:
 
 
 def generic(name: str) -> str:
-    """The name with `*` for numbers, which groups equal layers in tables and messages; as it is where a parameter's owners have no other
-    names, as in `nn.Sequential`."""
+    """The name with `*` for numbers, which groups equal layers in tables and messages; as it is where a parameter's
+    owners have no other names, as in `nn.Sequential`."""
     parts = name.split(".")
     if all(part.isdigit() for part in parts[:-1]):
         return name

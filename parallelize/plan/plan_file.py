@@ -74,8 +74,8 @@ def load_plan(name_or_path: str | os.PathLike[str]) -> Plan:
     """Read a shipped plan by its name or by a model type that it serves, or any plan file by its path.
 
     Args:
-        name_or_path: a key of `shipped_plans()`, a model type such as `qwen3_moe`, or a path (with a folder, or ending in
-            `.yaml` or `.yml`).
+        name_or_path: a key of `shipped_plans()`, a model type such as `qwen3_moe`, or a path (with a folder, or ending
+            in `.yaml` or `.yml`).
 
     Returns: the plan, not yet matched with a model.
 
@@ -268,7 +268,8 @@ def _units(reader: Reader, top: dict[str, yaml.Node], key: str) -> tuple[str, ..
 
 
 def _attention(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[AttentionRule]:
-    """`attention:`: `pattern: kind`, `pattern?: kind`, and `pattern with child: kind` for the modules that have such a child."""
+    """`attention:`: `pattern: kind`, `pattern?: kind`, and `pattern with child: kind` for the modules that have such a
+    child."""
     for key, key_node, node in reader.mapping(top["attention"], "attention") if "attention" in top else ():
         optional, (pattern, _, child) = "?" in key, key.replace("?", "").partition(" with ")
         kind = reader.text(node, f"the attention of {pattern}")

@@ -1,7 +1,7 @@
 """Resolves a plan on the names and shapes of a model, a mesh and options: the one place where they become decisions.
 
-`parallelize_model` and its steps, `explain`, `fit`, `lint`, `verify`, `describe_plan` and checkpoints read the result, so
-that `explain` shows what runs. Nothing is changed, and no process group is needed.
+`parallelize_model` and its steps, `explain`, `fit`, `lint`, `verify`, `describe_plan` and checkpoints read the result,
+so that `explain` shows what runs. Nothing is changed, and no process group is needed.
 
 Torch-free.
 """
@@ -109,7 +109,8 @@ def resolve_again(earlier: ResolvedPlan, model: ModelFacts) -> ResolvedPlan:
 def _tensor_rows(
     plan: Plan, model: ModelFacts, mesh: MeshSpec, earlier: ResolvedPlan | None
 ) -> TensorRows | ResolvedPlan:
-    """What holds over `tp`. On a mesh without it the rules matter only for the head whose matmul is left to the loss."""
+    """What holds over `tp`. On a mesh without it the rules matter only for the head whose matmul is left to the
+    loss."""
     if "tp" in mesh.names:
         return tensor_rows(plan, model, mesh.size("tp"))
     if earlier is not None and "tp" in earlier.mesh.names:
@@ -164,7 +165,8 @@ def for_model(plan: Plan, model: ModelFacts) -> Plan:
 
 
 def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
-    """The plan for a model without its head: rules of the base model lose their prefix, all others but the default are dropped."""
+    """The plan for a model without its head: rules of the base model lose their prefix, all others but the default are
+    dropped."""
     if not plan.base or prefix + plan.base in model.aliases:
         return plan
     base = plan.base + "."
@@ -210,7 +212,8 @@ _TOWERS = {"vision_config": ("vision", "visual"), "audio_config": ("audio", "spe
 
 
 def attention_kinds(plan: Plan, model: ModelFacts) -> dict[str, str]:
-    """Module fqn -> kind of its attention. Raises: PlanError `no-attention`, `unmatched-attention`, `two-attentions`."""
+    """Module fqn -> kind of its attention. Raises: PlanError `no-attention`, `unmatched-attention`,
+    `two-attentions`."""
     if not plan.attention:
         raise PlanError(_no_attention(plan, model))
     kinds: dict[str, str] = {}
@@ -252,7 +255,10 @@ def _not_served(model: ModelFacts) -> str:
             towers = [name for name in model.modules if name.rpartition(".")[2].startswith(_TOWERS[field])]
             tower = min(towers, key=len, default=f"the tower of the {inputs}")
             if any(hasattr(config, f"{inputs[:-1]}_token_{end}") for end in ("id", "index")):
-                return f"its forward puts what {tower} returns in the places of {inputs} among all tokens, and a rank has some of them"
+                return (
+                    f"its forward puts what {tower} returns in the places of {inputs} among all tokens, and a rank has "
+                    "some of them"
+                )
             return f"{tower} reads {inputs}, no sequences [batch, tokens]"
     if getattr(config, "is_encoder_decoder", False):
         return "its decoder attends to the tokens of the encoder, another sequence (cross-attention)"
@@ -367,7 +373,8 @@ def zero_units(
 
 
 def recompute_units(plan: Plan, model: ModelFacts, patterns: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The modules that run again in backward: those that match `patterns`, else the plan's `recompute:`, else the layers.
+    """The modules that run again in backward: those that match `patterns`, else the plan's `recompute:`, else the
+    layers.
 
     Args:
         plan: for this model (`for_model`).

@@ -165,7 +165,8 @@ class ParameterRow:
 
     @property
     def is_summed(self) -> bool:
-        """Whether any rank of `tp` has a pending reduction of the gradient: all ranks then know it only when a step ends."""
+        """Whether any rank of `tp` has a pending reduction of the gradient: all ranks then know it only when a step
+        ends."""
         if self.layout.num_ranks == 1 or self.axis == "ep":
             return False
         return self.partial or any(self.layout.shared(rank) for rank in range(self.layout.num_ranks))

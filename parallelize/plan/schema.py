@@ -1,4 +1,5 @@
-"""The content of a plan file, as frozen data. `load.py` reads it; `resolve.py` matches it with a model's names and shapes.
+"""The content of a plan file, as frozen data. `load.py` reads it; `resolve.py` matches it with a model's names and
+shapes.
 
 Torch-free.
 """
@@ -23,8 +24,9 @@ class AttentionRule:
     """A pattern of modules that mix tokens, for `cp`.
 
     Attributes:
-        kind: of `ATTENTION`: "causal" and "bidirectional" attention runs over the ranks; around a "gathered" module the full sequence is
-            gathered, each rank runs the module on all of it, and its own tokens of the output are selected.
+        kind: of `ATTENTION`: "causal" and "bidirectional" attention runs over the ranks; around a "gathered" module the
+            full sequence is gathered, each rank runs the module on all of it, and its own tokens of the output are
+            selected.
         child: only modules with this child, where modules of one name are of several kinds; "" for all.
         optional: the pattern may match nothing.
     """
@@ -73,8 +75,8 @@ class Size:
 class RegionBounds:
     """A part of the model in which activations are sequence shards.
 
-    It begins at the input of the first of `layers` and ends at the output of `leave` (where the model has no such module,
-    of the last of `layers`). Masks, positions and rotary tables are computed outside it.
+    It begins at the input of the first of `layers` and ends at the output of `leave` (where the model has no such
+    module, of the last of `layers`). Masks, positions and rotary tables are computed outside it.
 
     Attributes:
         layers: fqn of the list of layers.
@@ -98,8 +100,8 @@ class LocalAttribute:
         size: the size that it is scaled with.
         divide_by: the second size of a ratio, as in `num_key_value_groups: heads/kv_heads`.
         optional: the pattern may match nothing.
-        terms: of an attribute that is a sum of products, as in `conv_dim: heads*head_dim + groups*state`: (size, width) of each;
-            sizes become local, and widths, which may be empty, stay.
+        terms: of an attribute that is a sum of products, as in `conv_dim: heads*head_dim + groups*state`: (size, width)
+            of each; sizes become local, and widths, which may be empty, stay.
         if_present: modules without the attribute are left as they are, where layers of several classes have one name.
     """
 
@@ -126,14 +128,15 @@ class LocalAttribute:
 
 @dataclass(frozen=True)
 class LocalInput:
-    """An argument of a module that has a part for each head, such as ALiBi's biases: a rank takes those of its heads. Or an argument whose
-    last size the module's own code takes for the width of all heads (`B, T, C = x.shape`): it reads that of a rank's heads.
+    """An argument of a module that has a part for each head, such as ALiBi's biases: a rank takes those of its heads.
+    Or an argument whose last size the module's own code takes for the width of all heads (`B, T, C = x.shape`): it
+    reads that of a rank's heads.
 
     Attributes:
         pattern: of module names.
         argument: of the module's forward; None is passed as it is.
-        dim: of the tensor. Its size is that of `size`, or a multiple (batch before heads); a dim of 1 is broadcast, and stays. None:
-            the tensor stays full, and its width is read as a local one.
+        dim: of the tensor. Its size is that of `size`, or a multiple (batch before heads); a dim of 1 is broadcast, and
+            stays. None: the tensor stays full, and its width is read as a local one.
         size: the size by which the heads are sharded.
         optional: the pattern may match nothing.
     """
@@ -151,7 +154,8 @@ class Case:
     """Sections of a plan that hold for some of its models: an entry of `when:`.
 
     Attributes:
-        condition: (field of the config, whether it must be true or false); all must hold. A field that is absent is false.
+        condition: (field of the config, whether it must be true or false); all must hold. A field that is absent is
+            false.
         rules, sizes, local, local_inputs: added to those of the plan.
     """
 
@@ -249,8 +253,8 @@ class Plan:
         allow: slugs of checks of source text that the plan turns off, of `ALLOWED`.
         source: the file, for messages.
         kept: style objects of a dict that are applied as they are.
-        unclaimed: "refuse" parameters without a rule, "replicate" them (dicts of words and translated plans), or "leave" them
-            as they are (PyTorch's style objects).
+        unclaimed: "refuse" parameters without a rule, "replicate" them (dicts of words and translated plans), or
+            "leave" them as they are (PyTorch's style objects).
     """
 
     name: str
@@ -294,7 +298,8 @@ class Plan:
         return replace(self, options=options_of(options, keywords).complete(self.options))
 
     def for_config(self, value_of: Callable[[str], Any]) -> Plan:
-        """The plan for one model: with the sections under `when:` that hold for it. value_of: a field of its config, or None."""
+        """The plan for one model: with the sections under `when:` that hold for it. value_of: a field of its config, or
+        None."""
         cases = [c for c in self.cases if all(bool(value_of(name)) is truth for name, truth in c.condition)]
         return replace(
             self,
@@ -306,7 +311,8 @@ class Plan:
         )
 
     def facts(self) -> dict[str, str]:
-        """Everything that changes what is computed or sent, as text by key. The handshake compares it over the ranks."""
+        """Everything that changes what is computed or sent, as text by key. The handshake compares it over the
+        ranks."""
         facts = {f"rule {rule.pattern}": str(rule.style) for rule in self.rules}
         facts |= {f"size {name}": f"{size.source} {size.replicate_below_tp}" for name, size in self.sizes.items()}
         facts |= {f"local {item.pattern}.{item.attribute}": str(item) for item in self.local}

@@ -49,7 +49,8 @@ def check_soundness(
 
 
 class _Relatives:
-    """The rows of modules by the names of their parent and grandparent, looked up for each module: the checks stay linear."""
+    """The rows of modules by the names of their parent and grandparent, looked up for each module: the checks stay
+    linear."""
 
     def __init__(self, modules: dict[str, ModuleRow]):
         self.children: dict[str, list[ModuleRow]] = defaultdict(list)
@@ -87,7 +88,8 @@ def _weight(name: str, model: ModelFacts, parameters: dict[str, ParameterRow]) -
 
 
 def _unused_sizes(plan: Plan, model: ModelFacts, modules: dict[str, ModuleRow]) -> Iterator[Problem]:
-    """A declared size that no rule uses; the rule that should name it is most likely a sibling of those that name sizes."""
+    """A declared size that no rule uses; the rule that should name it is most likely a sibling of those that name
+    sizes."""
     used = {name for rule in plan.rules for name in rule.style.sizes}
     used |= {width for item in plan.local for _, width in item.terms} | {item.size for item in plan.local_inputs}
     for name, size in plan.sizes.items():
@@ -143,7 +145,10 @@ def _gathers_without_shards(modules: dict[str, ModuleRow], parameters: dict[str,
     containers = {container for name in sharded for container in _ancestors(name)}
     for name, row in modules.items():
         if row.contract.traits.shares_input and name not in containers and not row.contract.traits.sees_full:
-            what = f"nothing inside of {generic(name)} is sharded, so that the gradient of its input, summed over tp, is tp times too large"
+            what = (
+                f"nothing inside of {generic(name)} is sharded, so that the gradient of its input, summed over tp, is "
+                "tp times too large"
+            )
             yield Problem("gather-without-shards", what, row.rule.where, fix="remove the rule, or shard what is inside")
 
 
@@ -169,8 +174,14 @@ _WITH_STYLES = ("norm", "embedding", "linear", "conv1d", "convolution", "channel
 def _shard_on_module(name: str, row: ModuleRow, model: ModelFacts) -> Iterator[Problem]:
     facts = model.modules[name]
     if row.contract.style == "shard" and facts.kind in _WITH_STYLES:
-        what = f"`shard` on {generic(name)}, a {facts.class_name}: its forward would use a shard as if it were the full weight"
-        fix = "use the style of its kind: colwise, rowwise, embedding, rms_norm, channel_norm; `shard` is for bare parameters"
+        what = (
+            f"`shard` on {generic(name)}, a {facts.class_name}: its forward would use a shard as if it were the full "
+            "weight"
+        )
+        fix = (
+            "use the style of its kind: colwise, rowwise, embedding, rms_norm, channel_norm; `shard` is for bare "
+            "parameters"
+        )
         yield Problem("shard-on-module", what, row.rule.where, fix=fix)
 
 
@@ -184,7 +195,10 @@ def _replicated_among_shards(
     sharded_siblings = bool(relatives.siblings(name, "splits_output") and relatives.siblings(name, "sums_output"))
     gradient = style.options.get("gradient")
     if sharded_siblings and gradient is None and (inside or _may_be_an_activation(facts)):
-        what = f"{generic(name)} is a sibling of sharded projections: does it run on local features, or on full activations?"
+        what = (
+            f"{generic(name)} is a sibling of sharded projections: does it run on local features, or on full "
+            "activations?"
+        )
         fix = (
             "`replicate(gradient=partial)` for local heads or features, `replicate(gradient=full)` for full activations"
         )
@@ -194,7 +208,10 @@ def _replicated_among_shards(
     )
     is_among_shards = is_among_shards or relatives.holds_sharded_projections(name)
     if gradient == "partial" and not inside and not is_among_shards:
-        what = f"{generic(name)} runs on full activations, so its gradient is full, and its sum over tp is tp times too large"
+        what = (
+            f"{generic(name)} runs on full activations, so its gradient is full, and its sum over tp is tp times too "
+            "large"
+        )
         fix = "`sequence` for a norm that sequence parallelism shards, `replicate` otherwise"
         yield Problem("partial-without-shards", what, row.rule.where, fix=fix)
 
@@ -205,7 +222,8 @@ def _may_be_an_activation(facts: ModuleFacts) -> bool:
 
 
 def _inside_experts(name: str, row: ModuleRow, parameters: dict[str, ParameterRow]) -> Iterator[Problem]:
-    """A parameter of a module inside of experts, such as a norm of their outputs: each rank has a part of its gradient."""
+    """A parameter of a module inside of experts, such as a norm of their outputs: each rank has a part of its
+    gradient."""
     is_known = any("." in key for key in row.contract.uses)  # that it computes with these modules inside
     for fqn, parameter in parameters.items() if row.contract.computes_experts and not is_known else ():
         owner = fqn.rpartition(".")[0]
@@ -255,6 +273,9 @@ def _counts_not_local(name: str, row: ModuleRow, plan: Plan, model: ModelFacts) 
     for unit in row.rule.style.unit if row.contract.traits.splits_output else ():
         source = plan.sizes[unit].source
         if isinstance(source, str) and source not in local and type(vars(parent_module).get(source)) is int and parent:
-            what = f"{generic(parent)}.{source} counts the {unit} that {generic(name)} shards, and no `local:` makes it local"
+            what = (
+                f"{generic(parent)}.{source} counts the {unit} that {generic(name)} shards, and no `local:` makes it "
+                "local"
+            )
             where = row.rule.where
             yield Problem("count-left-whole", what, where, fix=f"local: {{{generic(parent)}: {{{source}: {unit}}}}}")

@@ -1,4 +1,5 @@
-"""Which rank of the pipeline runs which stage, by schedule. `axes/pipeline/schedules.py` builds the order of their actions.
+"""Which rank of the pipeline runs which stage, by schedule. `axes/pipeline/schedules.py` builds the order of their
+actions.
 
 Torch-free.
 """

@@ -1,7 +1,7 @@
 """Which modules each pipeline stage owns.
 
-A *unit* is a module that is never split between stages: each layer, and the modules before and after the layers. Units are
-in calling order, and a stage owns consecutive ones. Everything here is arithmetic on names and counts.
+A *unit* is a module that is never split between stages: each layer, and the modules before and after the layers. Units
+are in calling order, and a stage owns consecutive ones. Everything here is arithmetic on names and counts.
 
 Torch-free.
 """
@@ -147,7 +147,8 @@ def _with_aliases(stages: Stages, model: ModelFacts) -> Stages:
 
 
 def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
-    """The plan's section `pipeline:`, completed from the order of the model; without one, the longest list of modules."""
+    """The plan's section `pipeline:`, completed from the order of the model; without one, the longest list of
+    modules."""
     cuts = plan.cuts if plan is not None else None
     region = plan.layers_region if plan is not None else None
     if cuts is None and region is not None:
@@ -167,7 +168,8 @@ def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
 
 
 def _longest_list(model: ModelFacts) -> str:
-    """The name of the module with the most numbered children; of a model without, of the dict with the most modules of one class."""
+    """The name of the module with the most numbered children; of a model without, of the dict with the most modules of
+    one class."""
     lists: dict[str, int] = {}
     for name in model.modules:
         parent, _, last = name.rpartition(".")
@@ -182,7 +184,8 @@ def _longest_list(model: ModelFacts) -> str:
 
 
 def _dicts_of_layers(model: ModelFacts) -> dict[str, int]:
-    """By name the sizes of `nn.ModuleDict`s whose modules are of one class, as layers by name are, and a pair of towers is not."""
+    """By name the sizes of `nn.ModuleDict`s whose modules are of one class, as layers by name are, and a pair of towers
+    is not."""
     sizes = {}
     for name in (name for name, facts in model.modules.items() if facts.class_name == "ModuleDict"):
         children = _children(name, model)

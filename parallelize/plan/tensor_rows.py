@@ -102,7 +102,10 @@ class _Resolver:
         if inner := self._wrapped():
             kind = type(model.root).__name__
             what = f"plan {self.plan.name} is for {inner}, which a {kind} wraps"
-            fix = f"plan first, then wrap: parallelize_module(model, ...), then torch.compile(model); or plan model.{inner}"
+            fix = (
+                "plan first, then wrap: parallelize_module(model, ...), then torch.compile(model); or plan "
+                f"model.{inner}"
+            )
             return Problem("wrapped-model", what, self.plan.source, fix=fix)
         names = short_list(list(dict.fromkeys(generic(name) for name in model.aliases if name)), 8)
         return Problem(
@@ -208,7 +211,10 @@ class _Resolver:
         for name in LAYER_DROPS:
             rate = getattr(self.model.config, name, None)
             if isinstance(rate, float) and rate > 0:
-                what = f"{name} is {rate}: a forward that skips the first or last layer would not enter or leave the sequence-parallel region"
+                what = (
+                    f"{name} is {rate}: a forward that skips the first or last layer would not enter or leave the "
+                    "sequence-parallel region"
+                )
                 fix = f"{name}=0.0, or sequence_parallel=False"
                 self.problems.append(Problem("skipped-layers", what, self.plan.source, fix=fix))
 
@@ -400,7 +406,8 @@ class _Resolver:
                 return
 
     def _may_run_between(self, owner: str, parent: str, modules: dict[str, ModuleRow]) -> bool:
-        """Whether a module may run after a column linear among its siblings and before the row linear. An `nn.Sequential` has an order."""
+        """Whether a module may run after a column linear among its siblings and before the row linear. An
+        `nn.Sequential` has an order."""
         if not is_sequential(self.model.objects.get(parent)):
             return True
         between = False

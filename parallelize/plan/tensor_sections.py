@@ -115,8 +115,8 @@ def _local(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalAttribute
 
 
 def _local_inputs(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalInput]:
-    """`local_inputs:`: of modules, arguments that have a part for each head: `alibi: shard(0, unit=heads)`; and those whose width is read
-    as a local one: `x: width(heads)`."""
+    """`local_inputs:`: of modules, arguments that have a part for each head: `alibi: shard(0, unit=heads)`; and those
+    whose width is read as a local one: `x: width(heads)`."""
     for pattern, optional, node in _patterns(reader, top, "local_inputs"):
         for argument, _, value in reader.mapping(node, f"local_inputs {pattern}"):
             text, where = reader.text(value, argument), reader.where(value)

@@ -1,11 +1,12 @@
 """What graphs of planned models need while they are traced.
 
-**Plain tensors at their edge.** A graph that reads a DTensor unwraps it in each forward, and wraps its gradient in each backward:
-0.02 ms of the host for each parameter, half of what a planned layer costs beside the bare one. So a graph reads the leaves
-of `parameters.py`. Eager forwards make them, and a trace cannot: they are made before it begins.
+**Plain tensors at their edge.** A graph that reads a DTensor unwraps it in each forward, and wraps its gradient in each
+backward: 0.02 ms of the host for each parameter, half of what a planned layer costs beside the bare one. So a graph
+reads the leaves of `parameters.py`. Eager forwards make them, and a trace cannot: they are made before it begins.
 
-**Recomputed units in one graph.** A planned module puts local tensors where a stock forward reads its parameters, and takes them away
-again. To Dynamo these are side effects, and unless replays may leave them out it runs such a unit in eager mode without a word.
+**Recomputed units in one graph.** A planned module puts local tensors where a stock forward reads its parameters, and
+takes them away again. To Dynamo these are side effects, and unless replays may leave them out it runs such a unit in
+eager mode without a word.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _set_before: list[bool] = []
 
 
 def serve_compilers(root: nn.Module) -> None:
-    """From now on, until `torch._dynamo.reset()`. Not of deep copies, whose first forward in eager mode makes their leaves."""
+    """From now on, until `torch._dynamo.reset()`. Not of deep copies, whose first forward in eager mode makes their
+    leaves."""
     _planned.add(root)
     call_around_compilation(_before, _after)
 

@@ -56,7 +56,10 @@ class ForwardRows:
             padded[: len(tokens)] = tokens
             tokens = padded[self.sequence.rank * size :][:size]
         if rows != self.batch * len(tokens):
-            what = f"a router got {rows} rows of inputs [{self.batch}, {self.length}], of which this rank has {len(tokens)} tokens each"
+            what = (
+                f"a router got {rows} rows of inputs [{self.batch}, {self.length}], of which this rank has "
+                f"{len(tokens)} tokens each"
+            )
             fix = "a model whose routers see each token once"
             raise ShapeError(Problem("unknown-rows", what, fix=fix))
         first = torch.arange(self.batch, device=device)[:, None] * self.length
@@ -70,8 +73,8 @@ class BatchPart:
     Attributes:
         first: the index of its first sequence in this data rank's batch.
         size: the number of sequences of that batch.
-        place: () -> (index of that batch's first sequence in the global batch, number of sequences of the global batch). A
-            collective over the data ranks, where these have different numbers of sequences.
+        place: () -> (index of that batch's first sequence in the global batch, number of sequences of the global
+            batch). A collective over the data ranks, where these have different numbers of sequences.
     """
 
     first: int

@@ -27,12 +27,14 @@ def full_parameter(module: nn.Module, fqn: str, value: Any = None) -> torch.Tens
     Args:
         module: a model on any mesh, or any other.
         fqn: the name of the parameter in the unsharded model, whichever stage of a pipeline has it.
-        value: a DTensor stored like this rank's parameter (its gradient, an optimizer state) to unshard instead. No other stage of a
-            pipeline takes part.
+        value: a DTensor stored like this rank's parameter (its gradient, an optimizer state) to unshard instead. No
+            other stage of a pipeline takes part.
 
     Returns: a full tensor on the parameter's device. A parameter of this rank that is no DTensor is returned itself.
-    Raises: ModelError `unknown-parameter`, `part-of-stages`, `other-parameter` where stages ask for different ones, on every rank.
-    Cost: one all-gather of the parameter's bytes over each axis that shards it; over `pp` a short message, and one broadcast.
+    Raises: ModelError `unknown-parameter`, `part-of-stages`, `other-parameter` where stages ask for different ones, on
+        every rank.
+    Cost: one all-gather of the parameter's bytes over each axis that shards it; over `pp` a short message, and one
+        broadcast.
     """
     root = _prepared(module)
     parameter = dict(module.named_parameters(remove_duplicate=False)).get(fqn)
@@ -49,18 +51,18 @@ def full_parameter(module: nn.Module, fqn: str, value: Any = None) -> torch.Tens
 def full_state_dict(module: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
     """The full state dict on the CPU, in the original order: what the unsharded model's `load_state_dict` takes.
 
-    A collective over the model's mesh: call it on every rank. Tensors are unsharded one at a time; tied parameters stay one
-    tensor. With `dtype=` weights are the float32 ones that the optimizer steps, as in a checkpoint.
+    A collective over the model's mesh: call it on every rank. Tensors are unsharded one at a time; tied parameters stay
+    one tensor. With `dtype=` weights are the float32 ones that the optimizer steps, as in a checkpoint.
 
     Args:
         module: a model on any mesh, or any other.
         every_rank: return the state dict on every rank. Otherwise only rank 0 returns it.
 
-    Returns: full CPU tensors by name, which training does not change; an empty dict on ranks other than 0 unless `every_rank`
-        is set.
+    Returns: full CPU tensors by name, which training does not change; an empty dict on ranks other than 0 unless
+        `every_rank` is set.
     Raises: ModelError `part-of-stages`, on every rank.
-    Cost: an all-gather of every sharded tensor's bytes, on every rank, over the axes that shard it; over `pp` a short message, and
-        to the stages that return it a broadcast of each tensor.
+    Cost: an all-gather of every sharded tensor's bytes, on every rank, over the axes that shard it; over `pp` a short
+        message, and to the stages that return it a broadcast of each tensor.
     """
     wanted = every_rank or not dist.is_initialized() or dist.get_rank() == 0
     masters = master_weights(_prepared(module))
@@ -74,7 +76,8 @@ def full_state_dict(module: nn.Module, *, every_rank: bool = False) -> dict[str,
 
 
 def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameter name -> its full gradient on every rank, for every parameter that has one. Tied parameters have one name.
+    """Parameter name -> its full gradient on every rank, for every parameter that has one. Tied parameters have one
+    name.
 
     A collective over the model's mesh: call it on every rank.
 
@@ -83,8 +86,8 @@ def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Returns: full gradients by parameter name, in original order, on the parameter's device.
     Raises: ModelError `part-of-stages`, on every rank.
-    Cost: one all-gather of every sharded gradient's bytes over each axis that shards it; over `pp` a short message, and a broadcast
-        of each gradient.
+    Cost: one all-gather of every sharded gradient's bytes over each axis that shards it; over `pp` a short message, and
+        a broadcast of each gradient.
     """
     _prepared(module)
     gradients = {name: (parameter, parameter.grad) for name, parameter in module.named_parameters()}
@@ -98,7 +101,8 @@ def _copied(value: torch.Tensor, stored: Any) -> torch.Tensor:
 
 
 def _prepared(module: nn.Module) -> nn.Module:
-    """The model in `module`, with its parameters as they are stored, and adapters of a pipeline on the stages that have them."""
+    """The model in `module`, with its parameters as they are stored, and adapters of a pipeline on the stages that have
+    them."""
     _, root = planned_root(module)
     plan_changes(root)
     reshard_units(root)
@@ -115,7 +119,8 @@ def _on_cpu(value: Any) -> Any:
 
 
 def restore_layouts(root: nn.Module, *_: Any) -> None:
-    """After `fully_shard`: let its sharded parameters show the layout of the plan, along tp, to PyTorch. No communication.
+    """After `fully_shard`: let its sharded parameters show the layout of the plan, along tp, to PyTorch. No
+    communication.
 
     `fully_shard` makes plain DTensors of them. `shard_data(zero=3)` calls this. After a `fully_shard` of the user it is
     called by the model's next forward, `state_dict()` or `load_state_dict()`.
@@ -145,7 +150,8 @@ def watch_fully_shard(root: nn.Module) -> None:
 
 
 class _Restore:
-    """A pre-forward hook: looks for units of `fully_shard` when the root's class changes, which is what it does to it."""
+    """A pre-forward hook: looks for units of `fully_shard` when the root's class changes, which is what it does to
+    it."""
 
     def __init__(self) -> None:
         self.seen: type | None = None
@@ -161,7 +167,8 @@ class _Restore:
 
 
 def master_weights(root: nn.Module) -> dict[int, Any]:
-    """id of a parameter -> what an optimizer steps in its place, with what was written to the parameter since its last step.
+    """id of a parameter -> what an optimizer steps in its place, with what was written to the parameter since its last
+    step.
 
     root: the model that `shard_data` was given. Empty where an optimizer steps the parameters themselves.
     """

@@ -1,9 +1,10 @@
-"""Calls back when a planned model gets another submodule, parameter or forward hook: its next forward is not the one that was watched.
+"""Calls back when a planned model gets another submodule, parameter or forward hook: its next forward is not the one
+that was watched.
 
 What PEFT merges before that forward is planned when it is merged.
 
-PyTorch has one hook for all registrations of modules, and none for those of hooks and for insertions into lists, whose methods are
-wrapped. All cost a look into a dictionary.
+PyTorch has one hook for all registrations of modules, and none for those of hooks and for insertions into lists, whose
+methods are wrapped. All cost a look into a dictionary.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _roots: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakr
 
 
 def when_changed(root: nn.Module, callback: Callable[[], None]) -> None:
-    """Call `callback` when `root`, or one of its submodules of now, is given a module as an attribute or a forward hook of the user.
+    """Call `callback` when `root`, or one of its submodules of now, is given a module as an attribute or a forward hook
+    of the user.
 
     It must not refer to `root`. Deep copies of the model do not call it.
     """
@@ -44,7 +46,8 @@ def when_changed(root: nn.Module, callback: Callable[[], None]) -> None:
 
 
 def plan_changes(root: nn.Module) -> None:
-    """Plan what a model was given since its plan. Of a model that is cut into stages a collective over the mesh, where that are adapters."""
+    """Plan what a model was given since its plan. Of a model that is cut into stages a collective over the mesh, where
+    that are adapters."""
     record = applied(root)
     plan_later = record.stage_adapters or record.plan_later
     if plan_later is not None:
@@ -52,8 +55,8 @@ def plan_changes(root: nn.Module) -> None:
 
 
 def take_changes(root: nn.Module) -> None:
-    """Plan what a model was given, and let data ranks have the same values of it, as its next forward would: it is read before that.
-    A collective over the ranks of the model."""
+    """Plan what a model was given, and let data ranks have the same values of it, as its next forward would: it is read
+    before that. A collective over the ranks of the model."""
     data: Any = applied(root).data
     if data is not None and data.later is not None:
         data.later.take()
@@ -98,7 +101,8 @@ def _registered(parent: nn.Module, name: str, child: Any) -> None:
 
 
 def _plan_before_merging() -> None:
-    """Let PEFT have adapters planned when it merges them before a forward. Again where more modules of Python are known."""
+    """Let PEFT have adapters planned when it merges them before a forward. Again where more modules of Python are
+    known."""
     notes = patches.lease().notes
     if notes.get("modules seen") == len(sys.modules):
         return

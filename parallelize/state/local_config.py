@@ -42,7 +42,8 @@ def full_config(config: Any) -> Any:
 
 
 def set_local(module: Any, values: dict[str, Any]) -> None:
-    """Set attributes of a module to local values; of `config.name`, in a view of the config that this module alone sees."""
+    """Set attributes of a module to local values; of `config.name`, in a view of the config that this module alone
+    sees."""
     on_config = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("config.")}
     if on_config:
         module.config = LocalConfig(module.config, on_config)

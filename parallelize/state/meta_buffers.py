@@ -1,7 +1,7 @@
 """Buffers of meta models. Parameters come from a checkpoint or an initializer, but some buffers come from neither.
 
-Rotary tables, position ids and embedding scales are in no checkpoint, and `to_empty` leaves them uninitialized. Here each
-one is rebuilt, or named in an error.
+Rotary tables, position ids and embedding scales are in no checkpoint, and `to_empty` leaves them uninitialized. Here
+each one is rebuilt, or named in an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Rebuild = Mapping[str, Callable[[], torch.Tensor]]
 
 
 def guard_buffers(module: nn.Module) -> None:
-    """Record the value of each meta buffer that no checkpoint stores, and make `to_empty` of the model rebuild them first."""
+    """Record the value of each meta buffer that no checkpoint stores, and make `to_empty` of the model rebuild them
+    first."""
     module.__dict__["to_empty"] = MethodType(_to_empty, module)
     for _, owner, key, buffer in _unsaved_buffers(module):
         if buffer.is_meta:
@@ -186,7 +187,8 @@ _OF_TO = "Module.to.<locals>.convert"
 
 
 def guard_moves(module: nn.Module) -> None:
-    """Make `.to()`, `.cuda()` and `to_empty()`, of the model, a wrapper or a submodule, release the old storage first."""
+    """Make `.to()`, `.cuda()` and `to_empty()`, of the model, a wrapper or a submodule, release the old storage
+    first."""
     for owner in module.modules():
         if applied(owner).planned is not None or applied(owner).rebuilt_buffers:
             owner.__dict__["_apply"] = MethodType(_apply, owner)
@@ -211,8 +213,8 @@ def _apply(self: Any, fn: Callable, recurse: bool = True) -> nn.Module:
 
 
 def _stays(module: nn.Module, fn: Callable) -> bool:
-    """Whether this is a `.to()` that changes nothing of the module's own tensors. PyTorch would replace DTensors all the same, and
-    fails where something refers to one weakly, as what reduces its gradient does."""
+    """Whether this is a `.to()` that changes nothing of the module's own tensors. PyTorch would replace DTensors all
+    the same, and fails where something refers to one weakly, as what reduces its gradient does."""
     if getattr(fn, "__qualname__", "") != _OF_TO:
         return False
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -1,10 +1,10 @@
 """Parameters on the hot path: stored as DTensors, and computed with as plain local tensors.
 
 Each planned module reads its parameters through a `Slot`. At each forward the slot looks up the registered DTensor and
-returns a plain leaf that shares its storage, so that native ops run without DTensor dispatch. When the leaf's gradient is
-complete, a hook moves it to the DTensor, before any post-backward of a wrapper. A new leaf is made whenever the parameter,
-its storage or its `requires_grad` has changed, so that `fully_shard`, `.to()`, `load_state_dict(assign=True)`, freezing and
-mixed precision work.
+returns a plain leaf that shares its storage, so that native ops run without DTensor dispatch. When the leaf's gradient
+is complete, a hook moves it to the DTensor, before any post-backward of a wrapper. A new leaf is made whenever the
+parameter, its storage or its `requires_grad` has changed, so that `fully_shard`, `.to()`,
+`load_state_dict(assign=True)`, freezing and mixed precision work.
 
 A compiled graph reads the same leaf (`compiled_graphs.py`).
 """
@@ -95,7 +95,8 @@ class Slot:
         return self._refresh(param)
 
     def prepare(self, parameters: dict[str, Any]) -> None:
-        """Make the leaf that a graph is about to read; not for what a wrapper stores between forwards (`fully_shard`)."""
+        """Make the leaf that a graph is about to read; not for what a wrapper stores between forwards
+        (`fully_shard`)."""
         param = parameters.get(self.key)
         if not isinstance(param, DTensor) or not param.is_leaf:
             return
@@ -130,7 +131,8 @@ class Slot:
         return leaf
 
     def _hook_of(self, leaf: torch.Tensor, move: _MoveGradient) -> Callable[[torch.Tensor], None]:
-        """What moves the gradient of a leaf: at the end of backward, unless something reads or reduces it before that."""
+        """What moves the gradient of a leaf: at the end of backward, unless something reads or reduces it before
+        that."""
         param = move.param
         hooked = param._backward_hooks or param._post_accumulate_grad_hooks
         if hooked or self.tied or not self.own:
@@ -161,14 +163,21 @@ class Slot:
 
 
 def _missing(key: str) -> ModelError:
-    what = f"a planned module has no parameter {key} any more: it was parametrized, pruned, flattened or deleted after the plan"
-    fix = "weight_norm, spectral_norm and other parametrizations only on modules that the plan does not name; remove_parametrizations brings the parameter back; "
+    what = (
+        f"a planned module has no parameter {key} any more: it was parametrized, pruned, flattened or deleted after "
+        "the plan"
+    )
+    fix = (
+        "weight_norm, spectral_norm and other parametrizations only on modules that the plan does not name; "
+        "remove_parametrizations brings the parameter back; "
+    )
     fix += "fully_shard, or FullyShardedDataParallel(use_orig_params=True), in the place of use_orig_params=False"
     return ModelError(Problem("removed-parameter", what, fix=fix))
 
 
 def _receive(leaf: torch.Tensor) -> None:
-    """The hook of a leaf. Its receiver is an attribute: what a hook refers to is hidden from Python's garbage collector."""
+    """The hook of a leaf. Its receiver is an attribute: what a hook refers to is hidden from Python's garbage
+    collector."""
     leaf.receiver(leaf)  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,7 @@
 """What PEFT would do with layers of which this rank stores shards, or none, and with prompts that nothing reduces.
 
-Linears have the sizes of the full ones; what computes with a full weight is refused by name. PEFT is not imported: what is not
-imported when a model is planned, cut or sharded is as its authors wrote it.
+Linears have the sizes of the full ones; what computes with a full weight is refused by name. PEFT is not imported: what
+is not imported when a model is planned, cut or sharded is as its authors wrote it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ _COMBINE = (
     "combine adapters before the plan; or save_adapter(model, folder) on every rank, then combine them in one process, "
     "and model.load_adapter(folder, name) here"
 )
-_MERGE = "save_adapter(model, folder) on every rank, then merge in one process; or get_peft_model(model, config) before the plan"
+_MERGE = (
+    "save_adapter(model, folder) on every rank, then merge in one process; or get_peft_model(model, config) before the "
+    "plan"
+)
 _READS_WEIGHTS = ("pissa_init", "olora_init", "mica_init", "corda_init", "loftq_init", "lora_ga_init")
 """Methods of a layer of PEFT that initialize an adapter from the weight of the layer."""
 
 
 def guard_peft_reads() -> None:
-    """Let PEFT, where it is imported, make adapters of linears in their full sizes, and refuse what reads their weights."""
+    """Let PEFT, where it is imported, make adapters of linears in their full sizes, and refuse what reads their
+    weights."""
     layers: Any = sys.modules.get("peft.tuners.lora.layer")
     stock = getattr(layers, "_get_in_out_features", None)
     if stock is None:
@@ -58,8 +62,8 @@ class _FullSizes:
 
 
 def refuse_merging_into_shards(layer: nn.Module, base: nn.Module) -> None:
-    """Raises: ModelError `unplanned-adapter` where data ranks store rows of a layer (ZeRO 3), and its adapters in full, which were added
-    later."""
+    """Raises: ModelError `unplanned-adapter` where data ranks store rows of a layer (ZeRO 3), and its adapters in full,
+    which were added later."""
     bases = {id(parameter) for parameter in base.parameters()}
     adapters = (parameter for parameter in layer.parameters() if id(parameter) not in bases)
     if _is_sharded_by_rows(base) and not all(map(_is_of_rows, adapters)):
@@ -78,7 +82,8 @@ def _is_of_rows(parameter: Any) -> bool:
 
 
 def _base_of_whole_model(layer: Any) -> nn.Module:
-    """The layer beside an adapter. Raises: ModelError `unplanned-adapter` where another pipeline stage has its weight."""
+    """The layer beside an adapter. Raises: ModelError `unplanned-adapter` where another pipeline stage has its
+    weight."""
     base: nn.Module = layer.get_base_layer()
     if applied(base).absent:
         what = "this initialization of PEFT reads the weights of all layers, and this rank has those of its stages"

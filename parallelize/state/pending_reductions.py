@@ -1,9 +1,9 @@
 """Pending reductions: gradients that are one term of a sum over ranks, and when that sum is taken.
 
-Two kinds of parameters have such gradients: a replicated parameter that sees only part of the data on each rank (a norm on
-a sequence shard, a q/k norm on local heads), and a key/value head that several ranks store. What a backward pass adds is
-collected until the pass ends, summed over the ranks in one coalesced all-reduce for each group, and only then added to
-`.grad`. So `.grad` is always reduced, and gradient accumulation never sums anything twice.
+Two kinds of parameters have such gradients: a replicated parameter that sees only part of the data on each rank (a norm
+on a sequence shard, a q/k norm on local heads), and a key/value head that several ranks store. What a backward pass
+adds is collected until the pass ends, summed over the ranks in one coalesced all-reduce for each group, and only then
+added to `.grad`. So `.grad` is always reduced, and gradient accumulation never sums anything twice.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class PendingReductions:
             entry.grad.add_(grad)
 
     def add_tied(self, receiver: GradientReceiver, grad: torch.Tensor) -> None:
-        """Collect the gradient of one use of a tied parameter, whose hooks see the sum over all uses when the pass ends."""
+        """Collect the gradient of one use of a tied parameter, whose hooks see the sum over all uses when the pass
+        ends."""
         if private.backward_id() == -1:
             receiver.deliver(grad)
         else:
@@ -246,10 +247,11 @@ class GradientCollector:
         object.__setattr__(self._recorder, "at_end", at_end)
 
     def hook(self, leaf: torch.Tensor, receiver: Receiver) -> Callable[[torch.Tensor], None]:
-        """What is called with `leaf` when its gradient is complete; `receiver` then gets the gradient when the pass ends.
+        """What is called with `leaf` when its gradient is complete; `receiver` then gets the gradient when the pass
+        ends.
 
-        A pass that adds to a gradient which exists already delivers at once, so that no second gradient is stored. A pass
-        that fails adds nothing.
+        A pass that adds to a gradient which exists already delivers at once, so that no second gradient is stored. A
+        pass that fails adds nothing.
         """
         leaf.receiver = receiver  # type: ignore[attr-defined]
         return partial(setattr, self._recorder, f"leaf{next(_NUMBERS)}")
@@ -274,7 +276,8 @@ class _Recorder:
     def close(self) -> list[Any]:
         """The recorded leaves, which are forgotten.
 
-        In this order no leaf is lost of a pass that another thread runs: it is in the old dictionary, or begins to record anew.
+        In this order no leaf is lost of a pass that another thread runs: it is in the old dictionary, or begins to
+        record anew.
         """
         object.__setattr__(self, "__class__", _Idle)
         leaves = self.__dict__

@@ -1,7 +1,7 @@
 """What was applied to a model: one typed record for each module, and one mark for each parameter, under the same key.
 
-Records are frozen. `mark_applied` replaces the record of a module by one with more fields set, so that a copy of a module's
-dictionary (as in `Transaction`) is a copy of what was applied to it.
+Records are frozen. `mark_applied` replaces the record of a module by one with more fields set, so that a copy of a
+module's dictionary (as in `Transaction`) is a copy of what was applied to it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from parallelize.state.step_results import (
 )
 
 KEY = "_applied"
-"""The key in a module's instance dictionary, and the attribute of a parameter. Forwards read `self._applied.planned`."""
+"""The key in a module's instance dictionary, and the attribute of a parameter. Forwards read
+`self._applied.planned`."""
 
 
 def axis_of_layout(row: ParameterRow, tp: DeviceMesh, folded: DeviceMesh | None) -> DeviceMesh:
@@ -120,14 +121,16 @@ class Cut:
 class ModuleState:
     """What was applied to one module. A field is None, or empty, until its step has run.
 
-    A field that only the room of its step reads is an `object` here; `step_results.expected` gives it back as its class.
+    A field that only the room of its step reads is an `object` here; `step_results.expected` gives it back as its
+    class.
 
     Attributes, of the root of a model:
         resolved: the plan of the full model, over the axes that were applied.
         recipe: the initialization that `build_on_meta` recorded: a randomness.init.recipes.Recipe.
         cut: its pipeline stages. plan: its tensor-parallel plan.
         context: its sequences over `cp`. context_call: how its forward is called over `cp`.
-        data: its data axes. router_loss: what counts the tokens of its load-balancing loss. ties: its parameters tied across stages.
+        data: its data axes. router_loss: what counts the tokens of its load-balancing loss. ties: its parameters tied
+            across stages.
         dropout_clock: of `install_dropout`: a randomness.dropout.position.Clock. draws: of what its forward draws, a
             randomness.dropout.draw_hooks.DrawHooks.
         batch_part: while a step runs, which sequences the forward gets: an applied.forward_rows.BatchPart.
@@ -143,12 +146,13 @@ class ModuleState:
         state_rows: the resolved rows of its own parameters, by key, which state dicts are converted by.
         rebuilt_buffers: values of meta buffers that no checkpoint stores, by key.
         gradient_guard: an applied.gradient_guard.GradientGuard, of a module with parameters.
-        defers_logits: whether it is a head whose matmul is left to the loss. gathers_logits: whether a graph that a compiler traces
-            now gathers its logits. written_weight: the tensor that an optimizer
-            writes to under `fully_shard`, of such a head, and its local tensor.
+        defers_logits: whether it is a head whose matmul is left to the loss. gathers_logits: whether a graph that a
+            compiler traces now gathers its logits. written_weight: the tensor that an optimizer writes to under
+            `fully_shard`, of such a head, and its local tensor.
         lease: keeps what is changed in other libraries, while a planned model lives.
         exporters: those that `export_weights` has built, on the root. plan_later: plans what was added to the model.
-        stage_adapters: of a model that was cut into stages: the same, and drops what other stages have, a pipeline.stage_adapters.StageAdapters.
+        stage_adapters: of a model that was cut into stages: the same, and drops what other stages have, a
+            pipeline.stage_adapters.StageAdapters.
     """
 
     resolved: ResolvedPlan | None = None

@@ -24,10 +24,11 @@ from parallelize.state.records import (
 
 
 def describe_plan(module: nn.Module) -> str:
-    """What was applied to a model, as text: parameters and communication over `tp`, and what was decided over other axes.
+    """What was applied to a model, as text: parameters and communication over `tp`, and what was decided over other
+    axes.
 
-    The first table has the style, shapes and layout of every parameter of this rank; equal layers are one row. Nothing is
-    sent.
+    The first table has the style, shapes and layout of every parameter of this rank; equal layers are one row. Nothing
+    is sent.
 
     Args:
         module: a model that `parallelize_module`, `parallelize_model` or one of its steps returned.
@@ -163,8 +164,8 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def overlap_report(module: nn.Module) -> str:
-    """A table of the call sites where collectives overlap with matmuls: the request, calls, overlapped calls, and reason;
-    after it what `overlap_microbatches="auto"` has measured.
+    """A table of the call sites where collectives overlap with matmuls: the request, calls, overlapped calls, and
+    reason; after it what `overlap_microbatches="auto"` has measured.
 
     Args:
         module: a model that `parallelize_module` returned.

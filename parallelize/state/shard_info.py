@@ -59,13 +59,14 @@ class ShardInfo:
 def shard_info(module: nn.Module) -> dict[str, ShardInfo]:
     """Parameter name -> how it is stored over `tp` (experts over `ep`), for every parameter of the full model.
 
-    Of what those axes do not shard: over the data axis of ZeRO 3, else in full. ZeRO 3 shards the slices of the others over its
-    axis once more.
+    Of what those axes do not shard: over the data axis of ZeRO 3, else in full. ZeRO 3 shards the slices of the others
+    over its axis once more.
 
     Args:
         module: a model that `parallelize_module` or `parallelize_model` returned.
 
-    Returns: a `ShardInfo` by parameter name. A tied parameter is listed under each of its names, with the ranks that store it there.
+    Returns: a `ShardInfo` by parameter name. A tied parameter is listed under each of its names, with the ranks that
+        store it there.
     Raises: ModelError `not-parallelized`.
     Cost: no communication.
     """

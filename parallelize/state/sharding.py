@@ -1,8 +1,8 @@
 """Full parameters to DTensors and back, as the layout says.
 
-A layout that `Shard(dim)` cannot express (packed projections, key/value heads that several ranks store) is stored as an even
-`Shard` of permuted elements. Shards are padded at the end where ranks store different numbers of them. `full_parameter` and
-the state dict return the original order.
+A layout that `Shard(dim)` cannot express (packed projections, key/value heads that several ranks store) is stored as an
+even `Shard` of permuted elements. Shards are padded at the end where ranks store different numbers of them.
+`full_parameter` and the state dict return the original order.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from parallelize.state.step_results import ParameterSlot
 def join_tied_slots(module: nn.Module) -> None:
     """Let the slots of one parameter in several planned modules deliver its gradient once, when backward ends.
 
-    A plan knows its ties. Modules that were planned in several calls, or were tied after it, deliver one gradient each, of which a
-    reducer would send the first one before the others are there.
+    A plan knows its ties. Modules that were planned in several calls, or were tied after it, deliver one gradient each,
+    of which a reducer would send the first one before the others are there.
     """
     slots: dict[int, list[ParameterSlot]] = {}
     for owner in module.modules():
@@ -47,7 +47,8 @@ def join_tied_slots(module: nn.Module) -> None:
 def shared_of_parameters(module: nn.Module) -> dict[int, Shared]:
     """id of a parameter -> (dim, start, stop, multiplicity) of the local intervals that other tp ranks store too.
 
-    It is read from the slots of the planned modules, so that it is right under wrappers and for ZeRO's own parameters too.
+    It is read from the slots of the planned modules, so that it is right under wrappers and for ZeRO's own parameters
+    too.
     """
     shared = {}
     for owner in module.modules():

@@ -1,4 +1,5 @@
-"""Full values of tensors by name, of all pipeline stages: unsharded on the ranks that store them, then sent to the other stages.
+"""Full values of tensors by name, of all pipeline stages: unsharded on the ranks that store them, then sent to the
+other stages.
 
 One tensor is in memory at a time. Ranks learn from one message over `pp` which stage has what.
 """
@@ -23,7 +24,8 @@ from parallelize.state.records import Cut, applied, mark_of, pipeline_cut
 
 
 class _Source(NamedTuple):
-    """Where a value is: the pp rank, its number among those of that rank, shape and dtype; of what is no tensor the value itself."""
+    """Where a value is: the pp rank, its number among those of that rank, shape and dtype; of what is no tensor the
+    value itself."""
 
     rank: int
     number: int
@@ -109,7 +111,10 @@ def _refuse_others(asked: list[str]) -> None:
     if len(set(asked)) > 1:
         rows = tuple((f"pp rank {rank}", name) for rank, name in enumerate(asked))
         what = "the stages of a pipeline ask for different parameters, and each call is of the full model"
-        fix = "the same names on every rank, `for name in shard_info(model)`; or full_state_dict(model), full_gradients(model)"
+        fix = (
+            "the same names on every rank, `for name in shard_info(model)`; or full_state_dict(model), "
+            "full_gradients(model)"
+        )
         raise ModelError(Problem("other-parameter", what, rows=rows, fix=fix))
 
 
@@ -128,7 +133,8 @@ def unsharded(value: Any) -> Any:
 
 
 def _full(stored: Any) -> torch.Tensor:
-    """Where tp and data axes shard one dim, over one axis after the other: PyTorch's own gather of such uneven shards is not told to pad them."""
+    """Where tp and data axes shard one dim, over one axis after the other: PyTorch's own gather of such uneven shards
+    is not told to pad them."""
     strided = (isinstance(placement, private.StridedShard) for placement in stored.placements)
     if layout_of(stored) is not None or not any(strided):
         return stored.full_tensor()
@@ -138,7 +144,8 @@ def _full(stored: Any) -> torch.Tensor:
 
 
 def stored_like(parameter: Any, value: Any) -> Any:
-    """A gradient or optimizer state, as a DTensor of its parameter's layout: what made it may have given it a plain one."""
+    """A gradient or optimizer state, as a DTensor of its parameter's layout: what made it may have given it a plain
+    one."""
     if not isinstance(value, DTensor) or layout_of(parameter) is None or layout_of(value) is not None:
         return value
     return wrap_like(parameter, private.local_of(value), private.spec_of(value))
@@ -159,7 +166,10 @@ def _refuse_part(module: nn.Module, root: nn.Module) -> None:
         return
     is_cut = any(mark_of(parameter).stage is not None for parameter in module.parameters())
     if is_cut or any(applied(inner).absent for inner in module.modules()):
-        what = f"this {type(module).__name__} is a part of a model that was cut into pipeline stages, and may be on some of them only"
+        what = (
+            f"this {type(module).__name__} is a part of a model that was cut into pipeline stages, and may be on some "
+            "of them only"
+        )
         raise ModelError(Problem("part-of-stages", what, fix="pass the model itself, and take the names that you need"))
 
 

@@ -1,4 +1,5 @@
-"""Loading a state dict into a planned model, from full tensors or from DTensors, in the order in which parameters are stored.
+"""Loading a state dict into a planned model, from full tensors or from DTensors, in the order in which parameters are
+stored.
 
 `state_dict()` needs no hook: it has the parameters, whose `full_tensor()` is in the original order.
 """
@@ -21,7 +22,8 @@ from parallelize.state.sharding import reshard_like, rows_by_name
 
 
 def install_state_hooks(module: nn.Module) -> None:
-    """Make `load_state_dict` of a planned model, and of its submodules, take full tensors and DTensors of any layout."""
+    """Make `load_state_dict` of a planned model, and of its submodules, take full tensors and DTensors of any
+    layout."""
     modules = dict(module.named_modules(remove_duplicate=False))
     for name, row in rows_by_name(require_record(module)).items():
         owner, _, key = name.rpartition(".")

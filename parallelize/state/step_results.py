@@ -1,7 +1,7 @@
 """What the steps of the application leave on a module, as far as rooms below the step read it.
 
-The classes themselves are in the rooms of their steps, above this one. There `expected` gives a field of the record back as
-the class that the step has set.
+The classes themselves are in the rooms of their steps, above this one. There `expected` gives a field of the record
+back as the class that the step has set.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class ShardedSequences(Protocol):
     mesh: DeviceMesh
 
     def local_positions(self) -> tuple[int, tuple[tuple[int, int], ...]] | None:
-        """(tokens of the full sequence, runs of this rank's positions) of the forward that runs, or is recomputed; None for all."""
+        """(tokens of the full sequence, runs of this rank's positions) of the forward that runs, or is recomputed; None
+        for all."""
 
     def shard_cache(self, cache: Any) -> object:
         """Let each rank store its tokens of a cache of `transformers`."""

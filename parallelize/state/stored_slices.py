@@ -30,8 +30,8 @@ class StoredTensor:
         shape: the shape of the full tensor.
         slices: the (local, full) pairs of slices that this rank stores.
         axes: the mesh axes along which ranks store different elements. Along all others they store the same.
-        is_first_holder: for each pair of `slices`, whether this rank is the first of those along `axes` that store these
-            elements (several ranks may store a key/value head).
+        is_first_holder: for each pair of `slices`, whether this rank is the first of those along `axes` that store
+            these elements (several ranks may store a key/value head).
     """
 
     fqn: str
@@ -134,11 +134,12 @@ def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """The names of each tied parameter of a model: shared by modules, or copied to several pipeline stages.
 
     Args:
-        module: any model, parallelized or not. After `cut_pipeline` these are the ties of the full model, as every rank has them,
-            though it stores only the copies of its own stages (`shard_info` says which ranks store which). A tie that was broken by an assignment
-            after the plan is still listed; the first forward refuses it.
+        module: any model, parallelized or not. After `cut_pipeline` these are the ties of the full model, as every rank
+            has them, though it stores only the copies of its own stages (`shard_info` says which ranks store which). A
+            tie that was broken by an assignment after the plan is still listed; the first forward refuses it.
 
-    Returns: for each parameter with several names, all of them, the first one first. Those of the plan's `ties:` are listed too.
+    Returns: for each parameter with several names, all of them, the first one first. Those of the plan's `ties:` are
+        listed too.
     Cost: no communication.
     """
     cut, record = pipeline_cut(module), record_of(module)

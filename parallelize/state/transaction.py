@@ -1,4 +1,5 @@
-"""Changes to a module tree: undone when one fails halfway, and without a search for garbage while many objects are made."""
+"""Changes to a module tree: undone when one fails halfway, and without a search for garbage while many objects are
+made."""
 
 from __future__ import annotations
 

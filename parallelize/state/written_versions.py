@@ -1,8 +1,9 @@
-"""Writes to planned parameters, by an optimizer or by `.data = values`: to the shard, and counted, as autograd counts them.
+"""Writes to planned parameters, by an optimizer or by `.data = values`: to the shard, and counted, as autograd counts
+them.
 
-Autograd raises an error in backward if a tensor that forward saved was written to since; it compares version counters. A planned
-forward saves the local tensor of a parameter, and an optimizer that writes to the DTensor changes the counter of the DTensor
-alone. So the counters of local tensors are changed after each step of any optimizer.
+Autograd raises an error in backward if a tensor that forward saved was written to since; it compares version counters.
+A planned forward saves the local tensor of a parameter, and an optimizer that writes to the DTensor changes the counter
+of the DTensor alone. So the counters of local tensors are changed after each step of any optimizer.
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""What a training script calls: `parallelize_module` and `parallelize_model` in the order of their work, data, trainers of other libraries."""
+"""What a training script calls: `parallelize_module` and `parallelize_model` in the order of their work, data, trainers
+of other libraries."""

@@ -1,6 +1,7 @@
 """`parallelize_model`: a stock model on the whole mesh. The order of its text is the order of the work.
 
-Pipeline cut, tensor parallelism, context parallelism, recompute, ZeRO 3, values for a meta model, ZeRO 0 to 2, ties, dropout.
+Pipeline cut, tensor parallelism, context parallelism, recompute, ZeRO 3, values for a meta model, ZeRO 0 to 2, ties,
+dropout.
 """
 
 from __future__ import annotations
@@ -78,33 +79,36 @@ def parallelize_model(
     trace: bool | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> ParallelModel:
-    """Put a stock model on a mesh of `pp`, `dp_replicate`, `dp` (or `dp_shard`), `cp` and `tp`, in place; axes may be absent.
+    """Put a stock model on a mesh of `pp`, `dp_replicate`, `dp` (or `dp_shard`), `cp` and `tp`, in place; axes may be
+    absent.
 
     Args:
         module: with weights (the same on every rank), or on meta.
         mesh: its axes choose what is applied. Without `tp`, parameters stay plain.
         plan: as for `parallelize_module`; None: by the model.
         options, keywords: the fields of `Options`, as one object or as keywords, which win: `zero=2, schedule="zbv",
-            num_microbatches=8, recompute="full", dtype=torch.bfloat16`. What neither gives is what the plan's `defaults:` say.
+            num_microbatches=8, recompute="full", dtype=torch.bfloat16`. What neither gives is what the plan's
+            `defaults:` say.
         costs, assignment, cuts: where the pipeline is cut: see `cut_pipeline`.
         device: where a model on meta is allocated. Default: the mesh's device type.
-        initialize: for a model on meta: a seed; a folder of weights, ours or in Hugging Face's layout; or a function that
-            fills the allocated model.
-        dropout_seed: masks, and what else a forward draws, are a function of it, the step and the position in the global batch, whatever
-            the mesh.
+        initialize: for a model on meta: a seed; a folder of weights, ours or in Hugging Face's layout; or a function
+            that fills the allocated model.
+        dropout_seed: masks, and what else a forward draws, are a function of it, the step and the position in the
+            global batch, whatever the mesh.
         loss, count, whole, share_inputs: of a step: see `Pipeline`.
         check_replicated: compare what ranks must have alike, by digest: the parameters of data ranks now, in each step
-            inputs, targets, mode and hyperparameters, and in every `compare_every`-th step the parameters that ranks store
-            alike. False turns all of it off.
+            inputs, targets, mode and hyperparameters, and in every `compare_every`-th step the parameters that ranks
+            store alike. False turns all of it off.
         trace: as for `parallelize_module`.
 
     Returns: the model with its step, optimizer and clipping.
-    Raises: MeshError `unknown-axis`, `unnamed-mesh`, `no-data-axis`; ModelError `not-a-module`, `unknown-option`, `bad-option`,
-        `bad-zero-stage`, `meta-without-values`, `wrong-order`, `other-data-parallel`, `early-optimizer`; HandshakeError `replicas-differ`;
-        PlanError, and what the called functions raise. Before anything is changed, where it can be known by then; the same on
-        every rank.
-    Cost: of the call itself: an exchange of digests for each of the steps that decide something, with `check_replicated` a
-        read of the parameters, the broadcast of `parallelize_module`, and of tied copies. Of a step: see `explain`.
+    Raises: MeshError `unknown-axis`, `unnamed-mesh`, `no-data-axis`; ModelError `not-a-module`, `unknown-option`,
+        `bad-option`, `bad-zero-stage`, `meta-without-values`, `wrong-order`, `other-data-parallel`, `early-optimizer`;
+        HandshakeError `replicas-differ`; PlanError, and what the called functions raise. Before anything is changed,
+        where it can be known by then; the same on every rank.
+    Cost: of the call itself: an exchange of digests for each of the steps that decide something, with
+        `check_replicated` a read of the parameters, the broadcast of `parallelize_module`, and of tied copies. Of a
+        step: see `explain`.
     """
     spec, requested = mesh_spec(mesh), options_of(options, keywords)
     with agree_on(mesh) as agreed:

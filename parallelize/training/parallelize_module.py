@@ -111,32 +111,35 @@ def parallelize_module(
             styles as PyTorch's own function takes it, or None to choose by the model.
         src_data_rank: the rank of the `tp` group whose weights count; None: each rank slices its own.
         sequence_parallel, loss_parallel: override the plan's defaults.
-        fuse_loss: overrides the plan's default: the head returns `DeferredLogits`, whose loss computes logits in chunks of
-            tokens.
+        fuse_loss: overrides the plan's default: the head returns `DeferredLogits`, whose loss computes logits in chunks
+            of tokens.
         overlap: "auto", "off", "chunked" or "symm_mem"; overrides the plan's default. Collectives overlap with matmuls.
             "auto" measures link and matmuls once, at the first forward, and overlaps where that is faster; see
             `overlap_report`.
-        ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too. Overrides the plan's default.
-        ep: ranks over which whole experts of a mixture are divided, folded over the mesh's dp, cp and tp: a multiple or a
-            divisor of tp. 1: each expert is split over `tp`.
+        ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too. Overrides the
+            plan's default.
+        ep: ranks over which whole experts of a mixture are divided, folded over the mesh's dp, cp and tp: a multiple or
+            a divisor of tp. 1: each expert is split over `tp`.
         etp: ranks over which each of these experts is split; ep x etp ranks have all experts together.
         weights_dtype, device: of the stored parameters. Default: as they are.
-        check_replicated: compare over `tp`, by digest. True: now, the parameters that all ranks store in full, and the inputs
-            at each forward. None: those of these parameters that are not broadcast: all, if src_data_rank is None, else those
-            that no style names, which stay as each rank has them; and the inputs at the first forward in training, at the
-            first in evaluation, and at every hundredth of each. False: nothing.
-        own_reduction: the caller sums gradients over the mesh's data axes, in its own code; those of experts that `ep` folds over
-            them over `dp_replicate` and `edp` of their own mesh (`parameter.device_mesh`) alone. Without it, `shard_data` or
-            `fully_shard` must be applied before the first backward, which is refused otherwise.
-        trace: follow the dims of the plan through a forward of the stock model, on a copy without values: an operation that needs all of
-            what a rank has a part of is then named before anything is changed. None: once for each class, config and plan of the process,
-            where the inputs are known and it takes seconds at most. True: or ModelError `untraceable-model`. False: not.
+        check_replicated: compare over `tp`, by digest. True: now, the parameters that all ranks store in full, and the
+            inputs at each forward. None: those of these parameters that are not broadcast: all, if src_data_rank is
+            None, else those that no style names, which stay as each rank has them; and the inputs at the first forward
+            in training, at the first in evaluation, and at every hundredth of each. False: nothing.
+        own_reduction: the caller sums gradients over the mesh's data axes, in its own code; those of experts that `ep`
+            folds over them over `dp_replicate` and `edp` of their own mesh (`parameter.device_mesh`) alone. Without it,
+            `shard_data` or `fully_shard` must be applied before the first backward, which is refused otherwise.
+        trace: follow the dims of the plan through a forward of the stock model, on a copy without values: an operation
+            that needs all of what a rank has a part of is then named before anything is changed. None: once for each
+            class, config and plan of the process, where the inputs are known and it takes seconds at most. True: or
+            ModelError `untraceable-model`. False: not.
         handshake_timeout_s: how long ranks wait for each other before the missing ones are named.
 
     Returns: the same module; its parameters are DTensors, its activations plain local tensors.
-    Raises: a backward, ModelError `unreduced-gradients`. This call, PlanError, ModelError (such as `early-optimizer`), MeshError,
-        ShapeError before anything is changed; HandshakeError where ranks differ. On every rank.
-    Cost: one exchange of digests, and, unless src_data_rank is None, one broadcast over `tp` of every parameter's bytes.
+    Raises: a backward, ModelError `unreduced-gradients`. This call, PlanError, ModelError (such as `early-optimizer`),
+        MeshError, ShapeError before anything is changed; HandshakeError where ranks differ. On every rank.
+    Cost: one exchange of digests, and, unless src_data_rank is None, one broadcast over `tp` of every parameter's
+        bytes.
     """
     mesh = device_mesh if device_mesh is not None else private.current_mesh()
     if not isinstance(mesh, DeviceMesh):
@@ -256,11 +259,15 @@ def check_by_trace(module: nn.Module, resolved: ResolvedPlan, trace: bool | None
 
 
 def _refuse_styles_of_codes(resolved: ResolvedPlan) -> None:
-    """Raises: ModelError `quantized-style` for a style object that splits a weight by itself, where it may split a block."""
+    """Raises: ModelError `quantized-style` for a style object that splits a weight by itself, where it may split a
+    block."""
     for item in resolved.plan.kept:
         facts = resolved.facts.modules.get(item.fqn)
         if facts is not None and facts.packs:
-            what = f"{type(item.style).__name__} splits {item.fqn}, whose weight is quantized by block, without knowing its blocks"
+            what = (
+                f"{type(item.style).__name__} splits {item.fqn}, whose weight is quantized by block, without knowing "
+                "its blocks"
+            )
             fix = (
                 "a plan with `colwise` and `rowwise`; or style objects with local tensors for every module of the dict"
             )
@@ -278,7 +285,8 @@ def _replaced(module: nn.Module, plan: ResolvedPlan) -> Iterator[str]:
 
 
 def _full_on_each_rank(module: nn.Module, plan: ResolvedPlan, with_replaced: bool) -> list[str]:
-    """The names of the parameters that every rank of `tp` stores in full: those that no style names, which stay as they are.
+    """The names of the parameters that every rank of `tp` stores in full: those that no style names, which stay as they
+    are.
 
     with_replaced: those that become DTensors too; otherwise they are broadcast.
     """
@@ -361,7 +369,8 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
 
 
 def _serve(module: nn.Module) -> None:
-    """What stock code does with a model, for a planned one: state dicts, generation, moves, later adapters, and so on."""
+    """What stock code does with a model, for a planned one: state dicts, generation, moves, later adapters, and so
+    on."""
     install_state_hooks(module)
     install_generation(module)
     guard_buffers(module)

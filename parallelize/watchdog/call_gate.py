@@ -1,10 +1,12 @@
-"""Collectives of gloo that are compared before they are called, because gloo aborts the process of a healthy rank otherwise.
+"""Collectives of gloo that are compared before they are called, because gloo aborts the process of a healthy rank
+otherwise.
 
-A training loop calls the same collectives over and over. What follows on the last two calls of a group is predicted to be what
-followed the last time. All ranks of the group have the same history, so the same prediction. A rank whose call is the predicted
-one goes on at once. If any rank's call is another than that of its peers, at least one call is not the predicted one, and the
-rank that makes it asks the others, through the store, before it calls: their watches answer, also where their main thread is
-already inside gloo. So a difference is always found before gloo sees it, and a call that repeats costs no message.
+A training loop calls the same collectives over and over. What follows on the last two calls of a group is predicted to
+be what followed the last time. All ranks of the group have the same history, so the same prediction. A rank whose call
+is the predicted one goes on at once. If any rank's call is another than that of its peers, at least one call is not the
+predicted one, and the rank that makes it asks the others, through the store, before it calls: their watches answer,
+also where their main thread is already inside gloo. So a difference is always found before gloo sees it, and a call
+that repeats costs no message.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class CallGate:
             refuse_different(self.log.axis_of(group), dict(zip(group.ranks, answers, strict=True)))
 
     def _answers(self, group: GroupCalls, prefix: str, number: int) -> list[Any] | None:
-        """The call of every rank of the group; None where the watch ends meanwhile. A rank that never comes is for the watch."""
+        """The call of every rank of the group; None where the watch ends meanwhile. A rank that never comes is for the
+        watch."""
         keys = [f"{prefix}/{rank}" for rank in group.ranks]
         begin, asked, pause = time.monotonic(), False, 0.0001
         while not self.closed:

@@ -1,7 +1,8 @@
-"""The collectives that this rank has called, by process group: what, where in the model, and the how manieth of the group.
+"""The collectives that this rank has called, by process group: what, where in the model, and the how manieth of the
+group.
 
-The numbers are counted on each rank by itself. They agree, because ranks of a group call the same collectives in the same order
-from `watch` on; where they do not, that is what the watch is to find.
+The numbers are counted on each rank by itself. They agree, because ranks of a group call the same collectives in the
+same order from `watch` on; where they do not, that is what the watch is to find.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class CallHistory:
 
 
 class ExpectedCall:
-    """A call, and the history that it leads to. By its form and place the very same call is known without making what is compared of it."""
+    """A call, and the history that it leads to. By its form and place the very same call is known without making what
+    is compared of it."""
 
     __slots__ = ("compared", "form", "history", "place")
 
@@ -128,11 +130,13 @@ class CollectiveCall(NamedTuple):
 
 
 class GroupCalls:
-    """The calls of one process group. Calls are stored as plain tuples in a ring, and become `CollectiveCall`s when they are read.
+    """The calls of one process group. Calls are stored as plain tuples in a ring, and become `CollectiveCall`s when
+    they are read.
 
     Attributes:
         key: the group's name, the same on all its ranks. ranks: its global ranks.
-        compares: whether a call with another shape must be found before it is made: gloo aborts the process of another rank.
+        compares: whether a call with another shape must be found before it is made: gloo aborts the process of another
+            rank.
         collectives, messages: how many were called. Messages between two ranks are counted by themselves.
         ring, message_ring: the last ones, each at its number modulo `REMEMBERED`.
         history: what is expected to be called next (see `call_gate`).
@@ -195,8 +199,10 @@ class CallLog:
 
     Attributes:
         compare: is called before a collective of a group that compares, where it is not the expected one.
-        thread: the thread that opened the watch, whose calls others wait for; a save in the background has threads and groups of its own.
-        last_made: the group and record of the last call of that thread. orders: 0, 1, 2, ... for the calls of all groups.
+        thread: the thread that opened the watch, whose calls others wait for; a save in the background has threads and
+            groups of its own.
+        last_made: the group and record of the last call of that thread. orders: 0, 1, 2, ... for the calls of all
+            groups.
         inside: thread to the place of the autograd Function of this package that runs in it (see `call_patches`).
         by_id: the calls of a group, by the id of the object that stands for it.
         mesh: by which groups are named, besides the meshes of the models.

@@ -1,8 +1,8 @@
-"""What is replaced in this process while a watch is open: methods of process groups, and forwards of this package's autograd
-Functions. Nothing is replaced, and nothing costs anything, where no watch is open.
+"""What is replaced in this process while a watch is open: methods of process groups, and forwards of this package's
+autograd Functions. Nothing is replaced, and nothing costs anything, where no watch is open.
 
-Functional collectives, by which PyTorch redistributes DTensors, call process groups from C++; their Python functions are replaced too.
-What compiled code calls is not seen; a rank that waits in it is found by its Python stack.
+Functional collectives, by which PyTorch redistributes DTensors, call process groups from C++; their Python functions
+are replaced too. What compiled code calls is not seen; a rank that waits in it is found by its Python stack.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _WITHOUT_MODULES = tuple(
 )
 """Rooms and files whose autograd Functions call tensors and groups alone."""
 
-# method to the index of the peer among its arguments, None for collectives; those that a version of torch lacks are left out
+# method to the index of the peer among its arguments, None for collectives; those that a version of torch lacks are
+# left out
 _METHODS: dict[str, int | None] = {
     "allreduce": None,
     "allreduce_coalesced": None,
@@ -85,7 +86,8 @@ _FUNCTIONAL = {
 _MESSAGES = {"send", "recv", "recv_anysource"}
 _REDUCES = {name for name in _METHODS if name.startswith(("allreduce", "reduce", "_reduce"))}
 _PUBLIC_FUNCTIONS = inspect.unwrap(dist.all_reduce).__code__.co_filename
-"""The file of `all_reduce` and its like, by which users reduce: other operations than sums, which alone this package sends."""
+"""The file of `all_reduce` and its like, by which users reduce: other operations than sums, which alone this package
+sends."""
 
 Undo = Callable[[], None]
 
@@ -147,7 +149,8 @@ def _recorded_functional(original: Any, op: str, log: CallLog) -> Callable[..., 
 def recorded(original: Any, name: str, log: CallLog) -> Callable[..., Any]:
     """A method of process groups that records its calls, and compares those of collectives that are not expected.
 
-    What runs for each call is written for cold caches, which matmuls leave behind: few objects, no text, no call that can be avoided.
+    What runs for each call is written for cold caches, which matmuls leave behind: few objects, no text, no call that
+    can be avoided.
     """
     return _recorded_message(original, name, log) if name in _MESSAGES else _recorded_collective(original, name, log)
 
@@ -232,7 +235,8 @@ def _replaced_wait() -> tuple[type, str, Any]:
 
 
 def _replaced_functions(log: CallLog) -> Iterator[tuple[type, str, Any, Any]]:
-    """Forwards of autograd Functions, whose nodes then know the module that applied them, and backwards of those without modules."""
+    """Forwards of autograd Functions, whose nodes then know the module that applied them, and backwards of those
+    without modules."""
     pending = list(Function.__subclasses__())
     while pending:
         cls = pending.pop()

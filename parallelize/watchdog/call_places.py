@@ -1,7 +1,9 @@
-"""Where in the model a collective is called: read from the Python frames above it, so that no forward has to announce itself.
+"""Where in the model a collective is called: read from the Python frames above it, so that no forward has to announce
+itself.
 
-In a forward the nearest call of a module names it. In a backward there is no module: the autograd Functions of this package
-remember where they were applied (`call_patches`), FSDP's groups know their module, and nodes of parameters their parameter.
+In a forward the nearest call of a module names it. In a backward there is no module: the autograd Functions of this
+package remember where they were applied (`call_patches`), FSDP's groups know their module, and nodes of parameters
+their parameter.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from parallelize.base.package import FOLDER
 from parallelize.base.torch_private import torch_tensors as private
 
 PLACE = "_watched_place"
-"""The attribute of an autograd node with the place of its backward; `call_patches` writes it out, which costs less than its name."""
+"""The attribute of an autograd node with the place of its backward; `call_patches` writes it out, which costs less than
+its name."""
 _HERE, _COMM = (f"{FOLDER}/{room}/" for room in ("watchdog", "comm"))
 _LIBRARY, _MODULE, _NODE, _PUBLIC, _PRIVATE, _FSDP, _TRANSPORT, _USER = range(8)
 _IN_PACKAGE = (_PUBLIC, _PRIVATE)
@@ -47,13 +50,14 @@ Places = tuple[CallPlace, CallPlace]
 
 
 class ModuleNames:
-    """The fqns of the modules and parameters of the models that were called so far, and the places of calls in them. A place is one
-    object, so that equal ones of this process are the same.
+    """The fqns of the modules and parameters of the models that were called so far, and the places of calls in them. A
+    place is one object, so that equal ones of this process are the same.
 
     The model of a module that is not known is the outermost one whose call is on the stack.
 
     Attributes:
-        roots: the models, to look up their plans. names: fqn by id of a module. places: those in training, and in evaluation.
+        roots: the models, to look up their plans. names: fqn by id of a module. places: those in training, and in
+            evaluation.
     """
 
     def __init__(self) -> None:
@@ -168,8 +172,8 @@ def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
 
 
 def module_here(names: ModuleNames) -> Places | None:
-    """The places of the caller's caller, an autograd Function, in the forward of a module; None outside of modules, and in a
-    backward."""
+    """The places of the caller's caller, an autograd Function, in the forward of a module; None outside of modules, and
+    in a backward."""
     frame: Any = _frame_at(3)  # what applies the Function, by its `apply`
     while frame is not None:
         code = frame.f_code

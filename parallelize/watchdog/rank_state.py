@@ -42,12 +42,13 @@ _STACK_LINES = 24
 class StandingThread:
     """Since when the thread that calls collectives has not moved.
 
-    In a recorded call, whatever runs inside of it, and in other code of communication, which may wait in a loop that asks a store, sleeps
-    and asks again, what stands is the stack up to the line that called it; of any other code it is the whole stack.
+    In a recorded call, whatever runs inside of it, and in other code of communication, which may wait in a loop that
+    asks a store, sleeps and asks again, what stands is the stack up to the line that called it; of any other code it is
+    the whole stack.
 
     Attributes:
-        since: of the monotonic clock. waits: whether its innermost Python code is that of communication. in_call: whether it is in
-            the last recorded call, or waits for it.
+        since: of the monotonic clock. waits: whether its innermost Python code is that of communication. in_call:
+            whether it is in the last recorded call, or waits for it.
     """
 
     def __init__(self, log: CallLog):
@@ -90,7 +91,8 @@ def _recorded_call(frame: Any) -> Any:
 
 
 def _calling(frame: Any) -> Any:
-    """The innermost frame that is not of Python itself, such as a lock or a parser, nor of what dispatches an operation."""
+    """The innermost frame that is not of Python itself, such as a lock or a parser, nor of what dispatches an
+    operation."""
     while frame is not None and (frame.f_code.co_filename == _DISPATCHES or _is_of_python(frame.f_code.co_filename)):
         frame = frame.f_back
     return frame
@@ -165,7 +167,8 @@ def rank_state(log: CallLog, thread: StandingThread, rank: int, size: int) -> di
 
 
 def waiting_call(log: CallLog, thread: StandingThread) -> tuple[GroupCalls, CollectiveCall] | None:
-    """The call in which this rank waits: one that a device has not finished, else the last one of a thread that stands in it."""
+    """The call in which this rank waits: one that a device has not finished, else the last one of a thread that stands
+    in it."""
     for group in list(log.groups.values()):
         if group.is_pending and (recent := group.recent):
             return group, recent[-1]
@@ -215,7 +218,8 @@ def _machine() -> str:
 
 
 def process_state(beat: dict[str, Any], machine: str) -> str:
-    """What this machine knows of the process of a heartbeat: "gone", "stopped", "running", or "" for another machine's."""
+    """What this machine knows of the process of a heartbeat: "gone", "stopped", "running", or "" for another
+    machine's."""
     if not beat or beat.get("machine") != machine:
         return ""
     try:

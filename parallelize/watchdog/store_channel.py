@@ -1,4 +1,5 @@
-"""Messages between the watches of all ranks, through the store of the default process group, on a connection of their own.
+"""Messages between the watches of all ranks, through the store of the default process group, on a connection of their
+own.
 
 The store answers while training groups are stuck. Every call is short: nothing here waits for another rank.
 

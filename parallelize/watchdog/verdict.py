@@ -1,4 +1,5 @@
-"""From what every rank was doing to who is missing or different. Arithmetic on plain data, for running ranks and for files.
+"""From what every rank was doing to who is missing or different. Arithmetic on plain data, for running ranks and for
+files.
 
 A state of a rank is a dict, as `rank_state` makes it:
 
@@ -9,7 +10,7 @@ A state of a rank is a dict, as `rank_state` makes it:
     waiting                         {"group", "call"} of a rank that waits
     groups                          group to {"axis", "ranks", "collectives", "recent": calls}
     absent                          rank to what is known of ranks that did not answer this one
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _STACK_LINES = 6
 
 
 def call_text(call: Mapping[str, Any]) -> str:
-    """One collective, as text: `all_reduce 12 [2, 16, 32] float32: layers.0.mlp.down_proj (rowwise, llama.yaml:14), forward`."""
+    """One collective, as text: `all_reduce 12 [2, 16, 32] float32: layers.0.mlp.down_proj (rowwise, llama.yaml:14),
+    forward`."""
     shape = f" {list(call['shape'])}" if call["shape"] else ""
     peer = f" {'to' if call['op'] == 'send' else 'from'} rank {call['peer']}" if call["peer"] is not None else ""
     if call["module"]:
@@ -56,7 +58,8 @@ def judge(states: States, size: int, absent: Mapping[int, str]) -> Problem:
     Args:
         states: of the ranks that answered. size: number of ranks. absent: what is known of the others.
 
-    Returns: a problem: `rank-failed`, `rank-gone`, `rank-left`, `collectives-differ`, `rank-missing` or `ranks-stand-still`.
+    Returns: a problem: `rank-failed`, `rank-gone`, `rank-left`, `collectives-differ`, `rank-missing` or
+        `ranks-stand-still`.
     """
     failed = sorted(
         (state for state in states.values() if state["status"] == "failed"), key=lambda state: state["time"]

@@ -42,7 +42,8 @@ class WatchedRank:
     """What the thread and the entry share.
 
     Attributes:
-        error: this rank's own error, as it is in the state. handled: one that this rank is about to exchange with the others.
+        error: this rank's own error, as it is in the state. handled: one that this rank is about to exchange with the
+            others.
         crashes: where the interpreter writes stacks by itself.
         run: the name of the run, "" until it is needed. ending: is locked by whoever ends the process.
     """
@@ -124,7 +125,8 @@ class WatchThread(threading.Thread):
         self._watch_self()
 
     def _arm(self) -> None:
-        """Let the interpreter write all stacks, without its lock, where this thread does not come here again in time."""
+        """Let the interpreter write all stacks, without its lock, where this thread does not come here again in
+        time."""
         now = time.monotonic()
         if self.watched.crashes is not None and now > self._armed_at + self.watched.timeout_s / 4:
             self._armed_at = now
@@ -204,7 +206,8 @@ class WatchThread(threading.Thread):
             self._exit(1 if state["status"] == "failed" else STOPPED_STATUS)
 
     def write_early(self) -> None:
-        """Write this rank's file before all is known: where a process has died, its launcher may end this one at any moment."""
+        """Write this rank's file before all is known: where a process has died, its launcher may end this one at any
+        moment."""
         state = self._state()
         absent: dict[int, str] = {}
         with suppress(*LOST):
@@ -278,8 +281,8 @@ class WatchThread(threading.Thread):
         self._say("\n".join(lines))
 
     def wait_for_readers(self, ranks: Iterable[int]) -> None:
-        """Live until these ranks have read what they need, or for a while: this process may have the store, and a launcher ends
-        all others when the first one ends."""
+        """Live until these ranks have read what they need, or for a while: this process may have the store, and a
+        launcher ends all others when the first one ends."""
         channel, deadline = self.watched.channel, time.monotonic() + COLLECT_S + GRACE_S
         others = [f"done/{rank}" for rank in ranks if rank != channel.rank]
         with suppress(*LOST):
@@ -287,7 +290,8 @@ class WatchThread(threading.Thread):
                 time.sleep(0.02)
 
     def run_name(self) -> str:
-        """The name of this run, which the first rank that asks for it gives; the process id and time where the store is lost."""
+        """The name of this run, which the first rank that asks for it gives; the process id and time where the store is
+        lost."""
         if not self.watched.run:
             name = f"{os.getpid()}-{time.time():.0f}"
             with suppress(*LOST):
@@ -303,7 +307,8 @@ class WatchThread(threading.Thread):
             self._exit(1)
 
     def _goes_on_without_store(self, error: Exception) -> bool:
-        """Whether to go on where the store is lost: until this rank's thread waits for others, which then cannot be asked."""
+        """Whether to go on where the store is lost: until this rank's thread waits for others, which then cannot be
+        asked."""
         self.watched.gate.closed = True
         if 0 in self.left or self.watched.error is not None:
             return False

@@ -54,24 +54,26 @@ _open: Watch | None = None
 def watch(
     mesh: DeviceMesh | None = None, *, timeout_s: float = TIMEOUT_S, folder: str | os.PathLike = "watch-reports"
 ) -> Watch:
-    """Watch this rank and tell the others of it, from now on, in a thread of its own. Call it on every rank, once, early.
+    """Watch this rank and tell the others of it, from now on, in a thread of its own. Call it on every rank, once,
+    early.
 
-    When a rank dies, raises, hangs, leaves the loop or calls other collectives than the rest, every other rank ends, within
-    `timeout_s` + 5 s, and prints who it was and what each group was waiting for. An error reaches the other ranks at once. On gloo,
-    collectives that ranks call with another shape, dtype, module or kind are refused before they are sent.
+    When a rank dies, raises, hangs, leaves the loop or calls other collectives than the rest, every other rank ends,
+    within `timeout_s` + 5 s, and prints who it was and what each group was waiting for. An error reaches the other
+    ranks at once. On gloo, collectives that ranks call with another shape, dtype, module or kind are refused before
+    they are sent.
 
     Args:
         mesh: names the groups of messages by its axes. Default: the meshes of the models that are called.
-        timeout_s: how long a rank may wait in one collective. Longer than the longest time that one rank alone needs between
-            two collectives, and shorter than the timeout of the process groups, in seconds.
+        timeout_s: how long a rank may wait in one collective. Longer than the longest time that one rank alone needs
+            between two collectives, and shorter than the timeout of the process groups, in seconds.
         folder: gets a file `rank-N.json` of each rank when a run is ended, for `parallelize diagnose`.
 
-    Returns: the open watch, a context manager. An error that leaves its block ends the run. Without processes, or with one, it
-        does nothing.
-    Raises: ModelError `watch-open` where this process has an open watch. HandshakeError `collectives-differ` from a collective. Other
-        ranks end with exit status 70, and the rank with the error with 1.
-    Cost: 2 us a collective, 20 us with cold caches; on gloo, 0.5 ms for each collective that no earlier step called at this
-        point; two messages of the store at most every 0.05 s.
+    Returns: the open watch, a context manager. An error that leaves its block ends the run. Without processes, or with
+        one, it does nothing.
+    Raises: ModelError `watch-open` where this process has an open watch. HandshakeError `collectives-differ` from a
+        collective. Other ranks end with exit status 70, and the rank with the error with 1.
+    Cost: 2 us a collective, 20 us with cold caches; on gloo, 0.5 ms for each collective that no earlier step called at
+        this point; two messages of the store at most every 0.05 s.
     """
     global _open
     if _open is not None:
@@ -207,7 +209,8 @@ class Watch:
         return undo
 
     def _end_failed(self) -> None:
-        """End this process after its error was printed, without the destructors of process groups, which may abort it."""
+        """End this process after its error was printed, without the destructors of process groups, which may abort
+        it."""
         if self._thread is not None:
             self._thread.wait_for_readers(range(self._watched.channel.size))
         atexit.unregister(self.close)
@@ -219,7 +222,8 @@ class Watch:
         os._exit(1)
 
     def _write_crashes(self) -> Undo:
-        """Where the interpreter crashes (SIGSEGV, SIGABRT), or its lock is not released, it writes the Python stacks."""
+        """Where the interpreter crashes (SIGSEGV, SIGABRT), or its lock is not released, it writes the Python
+        stacks."""
         watched = self._watched
         path = crash_file(watched.folder, watched.channel.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,8 +252,8 @@ def name_in_watch(model: nn.Module) -> None:
 
 @contextmanager
 def telling_of(error: BaseException | None) -> Iterator[None]:
-    """While ranks exchange whether one of them failed: let the watch tell the error of this rank to those that never get here,
-    because they wait for this rank in a collective that it has not called.
+    """While ranks exchange whether one of them failed: let the watch tell the error of this rank to those that never
+    get here, because they wait for this rank in a collective that it has not called.
 
     Raises: the error itself, where the watch finds that another rank is in another collective.
     """

@@ -68,7 +68,8 @@ def test_every_element_is_stored_and_round_trips(chunks, ranks):
 
 
 def test_tiles_of_two_dims_round_trip():
-    """Two intervals of rows, which change fastest, of a packed dim over three ranks; each tile on two of twelve ranks."""
+    """Two intervals of rows, which change fastest, of a packed dim over three ranks; each tile on two of twelve
+    ranks."""
     layout = tiled(packed((4, 12, 5), 1, 3, [Chunk(6), Chunk(6)]), 12, 2)
     full = torch.arange(4 * 12 * 5).view(4, 12, 5)
     restored = torch.full_like(full, -1)

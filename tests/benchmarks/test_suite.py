@@ -1,4 +1,5 @@
-"""`make bench` calls every benchmark with arguments that it takes; the tables of docs/measurements.md say what was recorded."""
+"""`make bench` calls every benchmark with arguments that it takes; the tables of docs/measurements.md say what was
+recorded."""
 
 from __future__ import annotations
 

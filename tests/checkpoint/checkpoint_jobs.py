@@ -1,4 +1,5 @@
-"""What each rank does in the tests of checkpoints: save on one mesh, load on another, compare without the checkpoint's code."""
+"""What each rank does in the tests of checkpoints: save on one mesh, load on another, compare without the checkpoint's
+code."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def failing(*_: object) -> int:
     raise OSError(5, "Input/output error")
 
 
-# -- headers of safetensors files -----------------------------------------------------------------------------------------
+# -- headers of safetensors files --------------------------------------------------------------------------------------
 
 
 def packed(header: Any, data: bytes = b"") -> bytes:
@@ -96,7 +96,7 @@ def test_a_valid_header_is_read(tmp_path):
     assert layer.weight.tolist() == [[3.0, 4.0]]
 
 
-# -- manifests ------------------------------------------------------------------------------------------------------------
+# -- manifests ---------------------------------------------------------------------------------------------------------
 
 
 def sign(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -188,7 +188,7 @@ def test_slices_that_do_not_cover_the_tensor(boxes, expected, copied):
     assert expected in str(error) and ("overlap" in str(error)) == (len(boxes) > 1)
 
 
-# -- small files ----------------------------------------------------------------------------------------------------------
+# -- small files -------------------------------------------------------------------------------------------------------
 
 
 def test_text_with_nul_bytes(tmp_path):
@@ -209,7 +209,7 @@ def test_a_config_of_more_than_16_mib(tmp_path):
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-# -- files that cannot be read --------------------------------------------------------------------------------------------
+# -- files that cannot be read -----------------------------------------------------------------------------------------
 
 
 def test_a_link_to_itself(tmp_path):
@@ -256,7 +256,7 @@ def test_a_pickle_without_tensors_by_name(write, expected, tmp_path):
     assert expected in str(caught.value) and str(tmp_path / "pytorch_model.bin") in str(caught.value)
 
 
-# -- many problems ---------------------------------------------------------------------------------------------------------
+# -- many problems -----------------------------------------------------------------------------------------------------
 
 
 def test_ten_missing_tensors_are_named_and_the_others_counted(copied):

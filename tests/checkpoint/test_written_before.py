@@ -1,7 +1,7 @@
 """Nothing written before breaks: what `written_before/make.py` wrote at 61880bf is read, and bit for bit.
 
 Imports public names only, as those files were written by: where a module stands in the package may change, what is on a disk may not.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

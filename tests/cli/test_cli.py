@@ -56,7 +56,7 @@ def damaged(tmp_path):
     return tmp_path
 
 
-# -- exit statuses --------------------------------------------------------------------------------------------------------
+# -- exit statuses -----------------------------------------------------------------------------------------------------
 
 
 def test_mistakes_end_with_2_and_the_environment_with_3(tmp_path, capsys, monkeypatch):
@@ -161,7 +161,7 @@ def test_every_command_that_prints_results_takes_json():
     assert without == {"", " plans", " checkpoint", " completion", " run"}  # a run prints what it does while it does it
 
 
-# -- checkpoint -----------------------------------------------------------------------------------------------------------
+# -- checkpoint --------------------------------------------------------------------------------------------------------
 
 
 def test_verify_ends_with_1_if_it_finds_damage(damaged, capsys):
@@ -186,7 +186,7 @@ def test_commands_that_write_say_so_in_json(damaged, capsys):
     assert all((Path(data["folder"]) / name).stat().st_size == size for name, size in data["files"].items())
 
 
-# -- plans ----------------------------------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------------------------
 
 
 def test_plans_are_listed_and_shown(capsys):
@@ -234,7 +234,7 @@ def test_a_copy_is_the_plan_with_a_line_for_editors(tmp_path, monkeypatch, capsy
     assert (tmp_path / "again.yaml").read_text() == (tmp_path / "folder" / "qwen3.yaml").read_text()
 
 
-# -- plans to and from transformers ---------------------------------------------------------------------------------------
+# -- plans to and from transformers ------------------------------------------------------------------------------------
 
 # transformers 5.23 has plans for these, which differ in attention and norms
 TYPES = (
@@ -480,7 +480,7 @@ def test_one_table_of_words_serves_both_directions():
     assert transformers_word(parse_style("rms_norm")) is None
 
 
-# -- schedule, env ------------------------------------------------------------------------------------------------------
+# -- schedule, env -----------------------------------------------------------------------------------------------------
 
 
 def test_a_schedule_as_json(capsys):
@@ -549,7 +549,7 @@ def test_env_names_the_features_whose_private_names_are_gone(monkeypatch):
     assert [feature.partition(":")[0] for feature, _ in absent_features()] == ["backward_id"]
 
 
-# -- completion -----------------------------------------------------------------------------------------------------------
+# -- completion --------------------------------------------------------------------------------------------------------
 
 LINES = [
     ("pl", {"plans"}, set()),
@@ -568,7 +568,9 @@ LINES = [
 ]
 
 ASK = {
-    "bash": 'source "$1"; COMP_WORDS=("${@:2}"); COMP_CWORD=$(($# - 2)); _parallelize; printf "%s\\n" "${COMPREPLY[@]}"',
+    "bash": (
+        'source "$1"; COMP_WORDS=("${@:2}"); COMP_CWORD=$(($# - 2)); _parallelize; printf "%s\\n" "${COMPREPLY[@]}"'
+    ),
     # the functions of zsh that offer words exist only while a line is edited
     "zsh": """compdef() { }; source "$1"; shift; words=("$@"); CURRENT=$#
         _files() { print -l -- ${words[CURRENT]}*(N) }

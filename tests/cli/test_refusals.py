@@ -1,4 +1,5 @@
-"""Mistakes on the command line: each command prints the slug and the number or name in question, and its exit status."""
+"""Mistakes on the command line: each command prints the slug and the number or name in question, and its exit
+status."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def refusal(capsys):
     return partial(refused_command, capsys)
 
 
-# -- models ---------------------------------------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_to_lint(refusal):
@@ -34,7 +35,7 @@ def test_nothing_to_fit(refusal):
     assert slugs == ["no-model"] and "parallelize fit llama-3-8b --gpus 64" in output
 
 
-# -- plans ----------------------------------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_that_says_more_than_transformers_can(refusal):
@@ -54,7 +55,7 @@ def test_a_plan_of_sequence_parallelism_by_default(tmp_path, refusal):
     assert "sequence parallelism is on by default" in output and str(path) in output
 
 
-# -- checkpoints ----------------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(folder: Path) -> None:

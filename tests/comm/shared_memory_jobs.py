@@ -29,7 +29,8 @@ def world_group(size: int) -> Group:
 
 
 def all_wrong(rank: int, size: int) -> list[str]:
-    """Results that are not those of a loop over the ranks, in their order; and whether shared memory was used at all."""
+    """Results that are not those of a loop over the ranks, in their order; and whether shared memory was used at
+    all."""
     group, wrong, turn = world_group(size), [], 0
     with through_shared_memory(group, "cpu"):
         for dtype in (torch.float32, *sorted(DTYPES, key=str)):
@@ -77,7 +78,8 @@ def ruled_out_by_one_rank(rank: int, reason: str) -> tuple[bool, float, bool]:
 
 
 def no_memory_on_one_rank(rank: int) -> tuple[bool, float, bool]:
-    """The file cannot be opened by one rank, as on another host: (whether memory was used, a sum, whether it is tried again)."""
+    """The file cannot be opened by one rank, as on another host: (whether memory was used, a sum, whether it is tried
+    again)."""
     from parallelize.comm import same_host
 
     group = Group(dist.new_group([0, 1]))

@@ -1,4 +1,5 @@
-"""A blocking collective is asynchronous for the backend while two computations take turns, or nothing would run beside it."""
+"""A blocking collective is asynchronous for the backend while two computations take turns, or nothing would run beside
+it."""
 
 from __future__ import annotations
 

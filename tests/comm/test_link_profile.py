@@ -9,7 +9,8 @@ from parallelize.comm.link_profile import choose, gather_work, reduce_work
 
 
 def test_the_model_of_time():
-    """Nothing is overlapped that hides nothing; where all is hidden and both take long, chunks win; a near tie stays sync."""
+    """Nothing is overlapped that hides nothing; where all is hidden and both take long, chunks win; a near tie stays
+    sync."""
     work = gather_work(4096, 1024, 1024, 4, 4)
     hides = LinkProfile(10.0, 1e9, 1e12, 1.0, {"chunked": 1.0})
     assert choose(work, hides).algorithm.startswith("chunked/")

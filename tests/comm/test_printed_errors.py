@@ -1,4 +1,5 @@
-"""An error that ends a rank: the caller's lines and the message, also in torchrun's last block. All lines are in the debug log."""
+"""An error that ends a rank: the caller's lines and the message, also in torchrun's last block. All lines are in the
+debug log."""
 
 from __future__ import annotations
 

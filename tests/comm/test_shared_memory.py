@@ -1,4 +1,5 @@
-"""Sums and gathers through shared memory are those of a loop over the ranks; where one rank rules it out, no rank uses it."""
+"""Sums and gathers through shared memory are those of a loop over the ranks; where one rank rules it out, no rank uses
+it."""
 
 from __future__ import annotations
 

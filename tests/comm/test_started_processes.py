@@ -1,4 +1,5 @@
-"""A mesh as the first call of a script: as many processes as it needs, or the line that starts them. No rank waits for another."""
+"""A mesh as the first call of a script: as many processes as it needs, or the line that starts them. No rank waits for
+another."""
 
 from __future__ import annotations
 

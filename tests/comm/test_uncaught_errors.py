@@ -1,4 +1,5 @@
-"""A rank that ends before it comes to a handshake is named at once, with its error; so is another mesh. Without a watch."""
+"""A rank that ends before it comes to a handshake is named at once, with its error; so is another mesh. Without a
+watch."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Huge(Small):
 
 def huge():
     return Huge()
-'''
+'''  # noqa: E501
 
 LLAMA = {
     "name": "llama",

@@ -1,4 +1,5 @@
-"""Names that torch and `transformers` know are checked before a process starts, with all other mistakes of the file; nothing is built."""
+"""Names that torch and `transformers` know are checked before a process starts, with all other mistakes of the file;
+nothing is built."""
 
 from __future__ import annotations
 

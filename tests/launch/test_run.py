@@ -1,4 +1,5 @@
-"""`parallelize run` as a user starts it: alone, under torchrun, with signals, with a NaN, out of memory, and what it refuses."""
+"""`parallelize run` as a user starts it: alone, under torchrun, with signals, with a NaN, out of memory, and what it
+refuses."""
 
 from __future__ import annotations
 

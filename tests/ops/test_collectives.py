@@ -1,4 +1,5 @@
-"""The differentiable collectives: by hand, by gradcheck over all ranks at once, uneven shards, one rank, unchanged inputs."""
+"""The differentiable collectives: by hand, by gradcheck over all ranks at once, uneven shards, one rank, unchanged
+inputs."""
 
 from __future__ import annotations
 

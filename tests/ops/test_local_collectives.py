@@ -1,4 +1,5 @@
-"""The public collectives, on threads as ranks: results and gradients of the unsharded computation, also of uneven dims."""
+"""The public collectives, on threads as ranks: results and gradients of the unsharded computation, also of uneven
+dims."""
 
 from __future__ import annotations
 

@@ -11,7 +11,10 @@ from parallelize.plan.resolve import attention_kinds
 from tests.support.models import shipped_source
 
 NOT_SERVED = {
-    "llava": "LlavaForConditionalGeneration over cp is not served: its forward puts what model.vision_tower returns in the places of images",
+    "llava": (
+        "LlavaForConditionalGeneration over cp is not served: its forward puts what model.vision_tower returns in the "
+        "places of images"
+    ),
     "qwen2_vl": "puts what model.visual returns in the places of images among all tokens",
     "clip": "vision_model reads images, no sequences",
     "t5": "its decoder attends to the tokens of the encoder, another sequence",

@@ -1,4 +1,5 @@
-"""Models that mix the rows of their batch are refused where the batch is divided, by every step that would divide it."""
+"""Models that mix the rows of their batch are refused where the batch is divided, by every step that would divide
+it."""
 
 from __future__ import annotations
 

@@ -137,7 +137,8 @@ def test_the_bare_base_model_is_served_too(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_rule_dropped_is_noticed(family):
-    """Negative control: without any one of its rules a shipped plan no longer resolves, or resolves to something else."""
+    """Negative control: without any one of its rules a shipped plan no longer resolves, or resolves to something
+    else."""
     from dataclasses import replace
 
     model = describe(tiny_model(family, num_key_value_heads=2) if family in ("llama", "phi3") else tiny_model(family))

@@ -127,13 +127,19 @@ def slugs(text: str, model: nn.Module, tp: int = 2, **options) -> set[str]:
 
 
 def test_contraction_over_shared_units():
-    text = "sizes: {kv: {from: 2, below_tp: replicate}}\ntensor_parallel: {up: colwise(kv), down: rowwise(kv), scale: 'shard(0, unit=kv)'}"
+    text = (
+        "sizes: {kv: {from: 2, below_tp: replicate}}\ntensor_parallel: {up: colwise(kv), down: rowwise(kv), scale: "
+        "'shard(0, unit=kv)'}"
+    )
     assert slugs(text, Block(), tp=4) == {"shared-contraction"}
     resolve(parse_plan("schema_version: 1\n" + text), describe(Block()), MeshSpec(tp=2))
 
 
 def test_an_attribute_that_does_not_divide():
-    text = "sizes: {h: 4}\ntensor_parallel: {up: colwise(h), down: rowwise(h), scale: 'shard(0, unit=h)'}\nlocal: {b: {odd: h}}"
+    text = (
+        "sizes: {h: 4}\ntensor_parallel: {up: colwise(h), down: rowwise(h), scale: 'shard(0, unit=h)'}\nlocal: {b: "
+        "{odd: h}}"
+    )
     model = nn.ModuleDict({"b": Block()})
     text = text.replace("up:", "b.up:").replace("down:", "b.down:").replace("scale:", "b.scale:")
     assert slugs(text, model, tp=4) == {"uneven-attribute"}
@@ -171,7 +177,10 @@ def test_a_parameter_of_a_block_that_has_shards_may_have_a_partial_gradient(up, 
 
 def test_a_region_whose_first_module_converts_its_own_input():
     model = nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()])})
-    text = "sequence_parallel: {layers: layers}\ntensor_parallel: {layers.*: gather, layers.*.up: colwise, layers.*.down: rowwise, layers.*.scale: shard}"
+    text = (
+        "sequence_parallel: {layers: layers}\ntensor_parallel: {layers.*: gather, layers.*.up: colwise, layers.*.down: "
+        "rowwise, layers.*.scale: shard}"
+    )
     assert slugs(text, model, sequence_parallel=True) == {"region-on-edge"}
 
 

@@ -1,4 +1,5 @@
-"""Only the Conv1D of `transformers`, its copies and subclasses have a weight [in, out]: an attribute `nf` of any other module means nothing."""
+"""Only the Conv1D of `transformers`, its copies and subclasses have a weight [in, out]: an attribute `nf` of any other
+module means nothing."""
 
 from __future__ import annotations
 

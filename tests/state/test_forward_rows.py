@@ -16,7 +16,8 @@ BATCH, LENGTH = 2, 7
 
 
 def rows_by_rank(sizes, **options):
-    """What each rank's routers get of embeddings that are the index of their token, and where `indices` says that they are from."""
+    """What each rank's routers get of embeddings that are the index of their token, and where `indices` says that they
+    are from."""
     model = tiny_model("mixtral", num_hidden_layers=1)
     models = [copy.deepcopy(model) for _ in range(torch.tensor(list(sizes.values())).prod())]
     ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)

@@ -2,13 +2,13 @@
 
     PARALLELIZE_TEST_DEVICE=cuda python -m pytest        # or `make gpu`: the tests of pools, and those named *_cuda.py
 
-Fewer GPUs than ranks suffice. NCCL refuses two ranks on one GPU of a host, so that ranks which share one pretend to be on
-hosts of their own (NCCL_HOSTID): messages then go through sockets. Such a run is slow and right: the same kernels, streams and
-events, but no link between GPUs.
+Fewer GPUs than ranks suffice. NCCL refuses two ranks on one GPU of a host, so that ranks which share one pretend to be
+on hosts of their own (NCCL_HOSTID): messages then go through sockets. Such a run is slow and right: the same kernels,
+streams and events, but no link between GPUs.
 
-Processes that share a GPU take turns of milliseconds: an all_reduce of two ranks takes 4.5 ms. Under NVIDIA's Multi-Process Service
-(`nvidia-cuda-mps-control -d`) their kernels run at the same time, and it takes 0.05 ms; but there a rank that is killed amid a kernel, as
-after a test that fails, brings errors to all other processes of the GPU.
+Processes that share a GPU take turns of milliseconds: an all_reduce of two ranks takes 4.5 ms. Under NVIDIA's
+Multi-Process Service (`nvidia-cuda-mps-control -d`) their kernels run at the same time, and it takes 0.05 ms; but there
+a rank that is killed amid a kernel, as after a test that fails, brings errors to all other processes of the GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def join(rank: int, world_size: int, timeout: timedelta) -> None:
 
 
 def _share(host: int) -> None:
-    """Settings of ranks of which several have one GPU. NCCL's buffers are small, because each of many groups has its own."""
+    """Settings of ranks of which several have one GPU. NCCL's buffers are small, because each of many groups has its
+    own."""
     os.environ |= {
         "NCCL_HOSTID": f"host-{host}",
         "NCCL_NET": "Socket",
@@ -71,7 +72,8 @@ def _share(host: int) -> None:
 
 
 def _placing(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A factory whose tensors are on this rank's device where a test makes them, itself or as weights of a layer of PyTorch's.
+    """A factory whose tensors are on this rank's device where a test makes them, itself or as weights of a layer of
+    PyTorch's.
 
     Not where the package makes them: one that it makes on the wrong device must fail.
     """

@@ -1,4 +1,5 @@
-"""Ranks that fail: processes forked from the server that has imported everything, each with what it printed and how it ended."""
+"""Ranks that fail: processes forked from the server that has imported everything, each with what it printed and how it
+ended."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ GROUP_TIMEOUT_S = 30.0
 
 
 class Ended(NamedTuple):
-    """How one rank ended. status: None where it was still there when the time was over. at: the time of the monotonic clock."""
+    """How one rank ended. status: None where it was still there when the time was over. at: the time of the monotonic
+    clock."""
 
     status: int | None
     text: str
@@ -31,8 +33,8 @@ def run_ranks(
     timeout_s: float = 40.0,
     group_timeout_s: float = GROUP_TIMEOUT_S,
 ) -> list[Ended]:
-    """`job(rank, *args)` as the script of each rank, with uncaught errors as in a script. A rank that is stopped is killed, when
-    all others have ended.
+    """`job(rank, *args)` as the script of each rank, with uncaught errors as in a script. A rank that is stopped is
+    killed, when all others have ended.
 
     Args:
         timeout_s: seconds after which ranks that are still there are killed.

@@ -381,7 +381,8 @@ SHIPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**TOWERS, "text_config": {**TEXT, "hidden_size": 48, "projection_size": 48}},
     ),
 }
-"""Further families with a shipped plan, and variants of them, each proven by one test (tests/tp_plans/test_shipped_plans.py)."""
+"""Further families with a shipped plan, and variants of them, each proven by one test
+(tests/tp_plans/test_shipped_plans.py)."""
 
 FAMILIES |= {name: MIXTURES[name] for name in ("mixtral", "deepseek_v3", "gpt_oss")}
 
@@ -444,8 +445,8 @@ CENTERED_NORMS = ("Gemma2", "Gemma3", "Qwen3Next", "Qwen3_5")  # whose weight is
 
 
 def keep_float64(model: nn.Module) -> None:
-    """RMSNorms, routers, linear attention, the rotary embedding of DeepSeek V2 and the logits of Nemotron-H in `transformers` round to
-    float32 inside: compute them in float64, on both sides."""
+    """RMSNorms, routers, linear attention, the rotary embedding of DeepSeek V2 and the logits of Nemotron-H in
+    `transformers` round to float32 inside: compute them in float64, on both sides."""
     for module in model.modules():
         name = type(module).__name__
         if name.lower().endswith(ROUND_INSIDE):

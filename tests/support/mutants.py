@@ -58,8 +58,8 @@ class Judgment:
     """By whom a mutant was caught: "lint", "verify", or "nobody" (the same numbers in every mode and mesh tried).
 
     Attributes:
-        named: whether the message names the rule, or a module that it matches. near: or a parent or child of such a module.
-            message: the text.
+        named: whether the message names the rule, or a module that it matches. near: or a parent or child of such a
+            module. message: the text.
     """
 
     by: str
@@ -161,7 +161,7 @@ def _local(plan: Plan, item: LocalAttribute) -> Iterator[Mutant]:
             yield Mutant(f"{name} by {other}", replace(plan, local=changed), (item.pattern,), item.where)
 
 
-# -- what detects it ---------------------------------------------------------------------------------------------------------
+# -- what detects it ---------------------------------------------------------------------------------------------------
 
 
 def judge(
@@ -173,7 +173,8 @@ def judge(
     lints: bool = True,
     full_size: bool = False,
 ) -> Judgment:
-    """Try `lint` on each mesh in each mode, then `verify` on each mesh. lints: False replaces `lint` by the plan's checks.
+    """Try `lint` on each mesh in each mode, then `verify` on each mesh. lints: False replaces `lint` by the plan's
+    checks.
 
     full_size: whether `verify` takes the model as it is.
     """

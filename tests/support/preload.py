@@ -1,4 +1,5 @@
-"""What every rank of a test imports: loaded once, in the server that ranks are forked from. No op runs here, so no thread starts."""
+"""What every rank of a test imports: loaded once, in the server that ranks are forked from. No op runs here, so no
+thread starts."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Ranks compute on the CPU over gloo, or on GPUs over NCCL: `tests.support.device`
 
 Each job is a function of this repository and its arguments. A rank sends its outcome before anything is torn down; a
 job that fails or hangs ends the whole pool, and the next job starts a fresh one, in a tenth of a second. A rank that is
-silent shows where it waits. Equal meshes of all jobs are one mesh, because every process group has threads that look for
-messages all the time.
+silent shows where it waits. Equal meshes of all jobs are one mesh, because every process group has threads that look
+for messages all the time.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def server_context() -> Any:
 def free_port() -> int:
     """A port that nothing listens on, for a process that is about to.
 
-    It is none of those that the system gives to connections: gloo opens these all the time, so that one which was free a moment ago may be
-    the local end of a connection by the time that a store listens on it (EADDRINUSE).
+    It is none of those that the system gives to connections: gloo opens these all the time, so that one which was free
+    a moment ago may be the local end of a connection by the time that a store listens on it (EADDRINUSE).
     """
     chance = random.SystemRandom()  # tests set the seed of `random`
     for _ in range(100):

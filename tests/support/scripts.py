@@ -15,7 +15,8 @@ from tests.support.processes import free_port, server_context
 def run_script(script: Path, world_size: int, *arguments: str, timeout_s: float = 60.0) -> str:
     """Run a script with arguments in its folder on every rank; return what rank 0 prints.
 
-    Raises: AssertionError with the output of all ranks, if one of them fails or is still running after `timeout_s` seconds.
+    Raises: AssertionError with the output of all ranks, if one of them fails or is still running after `timeout_s`
+        seconds.
     """
     context, port = server_context(), free_port()
     outputs = [script.with_name(f"output-of-rank-{rank}") for rank in range(world_size)]

@@ -1,4 +1,5 @@
-"""Every model type of `transformers` that has experts: its plan, and whether small models of it equal the unsharded one.
+"""Every model type of `transformers` that has experts: its plan, and whether small models of it equal the unsharded
+one.
 
 python -m tests.tp_plans.mixtures                      # prints the table
 python -m tests.tp_plans.mixtures docs/experts.md      # replaces the table of the page, which ends with it
@@ -101,7 +102,8 @@ def _names_experts(config: Any) -> bool:
 
 
 def build(model_type: str, device: str = "cpu", **more: Any) -> nn.Module:
-    """A small stock model of that type in float64: with a language model's head, where there is one. On meta: of its own sizes."""
+    """A small stock model of that type in float64: with a language model's head, where there is one. On meta: of its
+    own sizes."""
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -154,7 +156,8 @@ def unsharded(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def outcome(model: nn.Module, **options: Any) -> tuple[str, str]:
-    """("equal" or "DIFFERS", largest error) on two ranks, or ("refused", slug) where an error is raised before a change."""
+    """("equal" or "DIFFERS", largest error) on two ranks, or ("refused", slug) where an error is raised before a
+    change."""
     ids, _ = tiny_batch()
     expected = unsharded(model)
     models = [copy.deepcopy(model) for _ in range(2)]

@@ -1,4 +1,5 @@
-"""A batch in which the texts of one data rank have no image: gradients of the tower are those of one process with all texts."""
+"""A batch in which the texts of one data rank have no image: gradients of the tower are those of one process with all
+texts."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def test_no_result_is_wrong():
 
 @pytest.mark.sweep
 def test_every_type_with_experts_has_a_row():
-    """A type of a later release of `transformers` too. Types without a row have no model of their own, or no experts by default."""
+    """A type of a later release of `transformers` too. Types without a row have no model of their own, or no experts by
+    default."""
     missing = [name for name in candidates() if name not in ROWS]
     assert not [name for name in missing if row(name) is not None]
     assert not [name for name in ROWS if name not in {*candidates(), "---"}]

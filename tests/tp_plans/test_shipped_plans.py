@@ -19,8 +19,8 @@ from tests.support.models import SHIPPED, shipped_source
 from tests.support.refused import refused
 
 QUICK = ("cohere-norms", "t5", "clip", "mamba2-one-group")
-"""What other plans do not have: a norm with a weight for each head, two lists of layers, two towers, state-space mixers with shared
-groups."""
+"""What other plans do not have: a norm with a weight for each head, two lists of layers, two towers, state-space mixers
+with shared groups."""
 
 
 @pytest.fixture(autouse=True)

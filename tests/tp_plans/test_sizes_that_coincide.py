@@ -1,4 +1,5 @@
-"""Sizes that coincide in real models: heads and their width, key/value heads, experts; hidden and inner width, vocabulary.
+"""Sizes that coincide in real models: heads and their width, key/value heads, experts; hidden and inner width,
+vocabulary.
 
 Nothing may tell one from the other by its number.
 """
@@ -27,10 +28,10 @@ from tests.support.models import COMMON, FAMILIES, MIXTURES, SHIPPED
 _EIGHT = """num_attention_heads num_key_value_heads n_head num_heads n_heads encoder_attention_heads decoder_attention_heads
 linear_num_key_heads linear_num_value_heads num_kv_heads kv_n_heads num_global_key_value_heads index_n_heads
 head_dim d_kv kv_channels qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim qk_rope_head_dim
-global_head_dim ssm_state_size state_size index_head_dim num_experts num_local_experts n_routed_experts moe_num_experts"""
+global_head_dim ssm_state_size state_size index_head_dim num_experts num_local_experts n_routed_experts moe_num_experts"""  # noqa: E501
 _SIXTY_FOUR = """hidden_size d_model n_embd dim vocab_size decoder_vocab_size intermediate_size moe_intermediate_size
 intermediate_size_mlp shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size ffn_dim
-encoder_ffn_dim decoder_ffn_dim ffn_hidden_size d_ff n_inner hidden_dim lru_width word_embed_proj_dim embedding_size projection_dim"""
+encoder_ffn_dim decoder_ffn_dim ffn_hidden_size d_ff n_inner hidden_dim lru_width word_embed_proj_dim embedding_size projection_dim"""  # noqa: E501
 EQUAL = dict.fromkeys(_EIGHT.split(), 8) | dict.fromkeys(_SIXTY_FOUR.split(), 64)
 
 OTHER_RATIOS = {"mamba2", "mamba2-one-group", "mamba2-many-groups", "bamba", "granitemoehybrid", "nemotron_h", "siglip"}

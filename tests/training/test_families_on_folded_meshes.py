@@ -1,4 +1,5 @@
-"""Every shipped family with experts, with whole experts over data axes, `cp`, pipelines and `tp`: three steps equal the unsharded model's."""
+"""Every shipped family with experts, with whole experts over data axes, `cp`, pipelines and `tp`: three steps equal the
+unsharded model's."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ def check(model, axes, options, per_rank=2, length=7):
 @pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"defer": True}], ids=str)
 def test_zero_2_with_copies_of_experts_on_replicas_alone(options):
-    """What `dp` splits of dense parameters is reduced in each backward; experts, which it does not split, once per step."""
+    """What `dp` splits of dense parameters is reduced in each backward; experts, which it does not split, once per
+    step."""
     axes = {"dp_replicate": 2, "dp": 2}
     check(tiny_model("mixtral", torch.float64), axes, {"ep": 2, "zero": 2, "num_microbatches": 2, **options})
 
@@ -95,7 +96,8 @@ def test_zero_3_with_one_copy_of_each_expert_in_recomputed_layers(axes):
 
 @pytest.mark.sweep
 def test_experts_and_dense_parameters_in_groups_of_other_ranks():
-    """Each sums its gradients over groups along two axes. Ranks make these as they reach the first parameter of each kind."""
+    """Each sums its gradients over groups along two axes. Ranks make these as they reach the first parameter of each
+    kind."""
     options = {"ep": 2, "zero": 1, "sequence_parallel": True}
     check(tiny_model("qwen2_moe", torch.float64), {"dp": 2, "cp": 2, "tp": 2}, options)
 

@@ -1,4 +1,5 @@
-"""Adapters that are added, and switched, after `parallelize_model`: losses, norms, weights and files are those of one process."""
+"""Adapters that are added, and switched, after `parallelize_model`: losses, norms, weights and files are those of one
+process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Adapters that PEFT adds to a parallel model, and merges before its next forward: planned when they are merged, on every axis."""
+"""Adapters that PEFT adds to a parallel model, and merges before its next forward: planned when they are merged, on
+every axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model that nobody uses any more is freed, with its plan, reducer and optimizer: a process may build and explain many."""
+"""A model that nobody uses any more is freed, with its plan, reducer and optimizer: a process may build and explain
+many."""
 
 from __future__ import annotations
 

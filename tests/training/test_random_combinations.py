@@ -3,7 +3,7 @@
 Each case is a seed: `combinations.draw(seed)` says what it does. More of them, or one that has failed:
 
     PARALLELIZE_SEEDS=1000-1400 make sweep        PARALLELIZE_SEEDS=657 python -m pytest -m sweep tests/training -k seeded
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Random mixtures of experts on random meshes with random options: three steps equal those of the unsharded model, or are refused by name.
+"""Random mixtures of experts on random meshes with random options: three steps equal those of the unsharded model, or
+are refused by name.
 
 Each case is a seed: `draw(seed)` says what it does. More of them, or one that has failed:
 

@@ -114,7 +114,8 @@ def test_experts_folded_over_data_axes(four_processes, family, axes, options):
 @pytest.mark.sweep
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_pipeline_stage_without_experts(four_processes, zero):
-    """The first layer of DeepSeek-V3 is dense, and alone on the first stage: its ranks are in the groups of the experts too."""
+    """The first layer of DeepSeek-V3 is dense, and alone on the first stage: its ranks are in the groups of the experts
+    too."""
     options = {"ep": 2, "zero": zero, "layers": 2, "num_microbatches": 2}
     four_processes.run(jobs.mesh_parity, "deepseek_v3", {"pp": 2, "dp": 2}, torch.float64, options)
 

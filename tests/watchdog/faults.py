@@ -1,4 +1,5 @@
-"""What one rank does wrong in a training loop, on every kind of mesh: the jobs of the table in docs/when-a-run-stops.md."""
+"""What one rank does wrong in a training loop, on every kind of mesh: the jobs of the table in
+docs/when-a-run-stops.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The table of docs/when-a-run-stops.md: on which mesh which fault of the last rank is named by what. `python -m
-tests.watchdog.scenarios [--timeout SECONDS] [WORD ...]` runs those with all of the words, and prints the table with the seconds
-between the fault and the end of the last other rank.
+tests.watchdog.scenarios [--timeout SECONDS] [WORD ...]` runs those with all of the words, and prints the table with the
+seconds between the fault and the end of the last other rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tests.watchdog.faults import MESHES, TIMEOUT_S, job
 
 
 class Scenario(NamedTuple):
-    """named: what the message of every other rank has, besides the number of the faulty rank. "or" separates what is as right."""
+    """named: what the message of every other rank has, besides the number of the faulty rank. "or" separates what is as
+    right."""
 
     mesh: str
     fault: str
@@ -91,7 +92,8 @@ def run(scenario: Scenario, folder: Path, timeout_s: float = TIMEOUT_S) -> list[
 
 
 def wrong_with(scenario: Scenario, ended: list[Ended]) -> list[str]:
-    """What is not as promised: a rank that hangs, aborts or ends in silence, or whose message does not name who and what."""
+    """What is not as promised: a rank that hangs, aborts or ends in silence, or whose message does not name who and
+    what."""
     problems = []
     for rank, end in enumerate(ended[:-1]):
         if end.status not in (1, 70):
@@ -112,7 +114,8 @@ def seconds_of(ended: list[Ended], folder: Path) -> float | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the scenarios whose name has all of the words, and print the table; 1 where one is late or does not name the rank."""
+    """Run the scenarios whose name has all of the words, and print the table; 1 where one is late or does not name the
+    rank."""
     parser = argparse.ArgumentParser(prog="python -m tests.watchdog.scenarios", description=__doc__)
     parser.add_argument("words", nargs="*", help="words of the name of a scenario, such as zero3 sleeps")
     parser.add_argument(

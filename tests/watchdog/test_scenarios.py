@@ -1,4 +1,5 @@
-"""A rank that dies, raises, hangs, leaves the loop or goes another way: every other rank ends by itself and names it."""
+"""A rank that dies, raises, hangs, leaves the loop or goes another way: every other rank ends by itself and names
+it."""
 
 from __future__ import annotations
 

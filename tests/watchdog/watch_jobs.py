@@ -101,7 +101,8 @@ def redistributes_alone(rank: int, folder: str) -> str:
 
 
 def waits_at_the_gate(rank: int, folder: str) -> list[float]:
-    """How long the first rank stands in a comparison for which the other one comes late, by its watch, and how long it was."""
+    """How long the first rank stands in a comparison for which the other one comes late, by its watch, and how long it
+    was."""
     mesh = build_mesh("cpu", tp=2)
     with watch(mesh, timeout_s=30, folder=Path(folder)) as opened:
         if rank:
@@ -123,7 +124,8 @@ def waits_at_the_gate(rank: int, folder: str) -> list[float]:
 
 
 def is_known_at_once(rank: int, folder: str) -> bool:
-    """Whether a rank that opens a watch can be told from one that never did, before the watch's thread has had a turn."""
+    """Whether a rank that opens a watch can be told from one that never did, before the watch's thread has had a
+    turn."""
     with watch(timeout_s=300, folder=Path(folder) / "reports") as opened:
         assert opened.watched is not None
         return bool(opened.watched.channel.get(f"hb/{rank}"))

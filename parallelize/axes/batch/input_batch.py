@@ -1,7 +1,7 @@
 """What a model is called with, described once: inputs by name, rows, tokens, positions, padding, documents, targets.
 
-Microbatches, sequences over `cp`, caches, and the comparison of ranks read this description, so that a batch means the same on every
-axis.
+Microbatches, sequences over `cp`, caches, and the comparison of ranks read this description, so that a batch means the
+same on every axis.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class InputBatch:
 
     @cached_property
     def first(self) -> Any:
-        """The tensor or array whose dim 0 is the batch: ids or embeddings, else the first one. Raises: ShapeError `no-inputs`."""
+        """The tensor or array whose dim 0 is the batch: ids or embeddings, else the first one. Raises: ShapeError
+        `no-inputs`."""
         return first_with_rows(self.inputs, self.form.whole)
 
     @property
@@ -106,7 +107,8 @@ class InputBatch:
 
     @cached_property
     def length(self) -> int:
-        """Tokens of the full sequences: dim 1 of the first input [batch, tokens, ..]. Raises: ShapeError `no-sequence`."""
+        """Tokens of the full sequences: dim 1 of the first input [batch, tokens, ..]. Raises: ShapeError
+        `no-sequence`."""
         values = (self.inputs.get(name) for name in (*FIRST, *self.inputs))
         sequence = next((value for value in values if isinstance(value, T) and value.ndim >= 2), None)
         if sequence is None:
@@ -180,8 +182,8 @@ class Leaf:
     """A value inside an input.
 
     Attributes:
-        name: of the input, or "targets". kind: whether it has an entry for each sequence (`ROWS`), or is the same for all
-            (`WHOLE`); `UNCLEAR` if either may be.
+        name: of the input, or "targets". kind: whether it has an entry for each sequence (`ROWS`), or is the same for
+            all (`WHOLE`); `UNCLEAR` if either may be.
     """
 
     name: str
@@ -215,7 +217,8 @@ class RowInputs:
         }
 
     def refuse_unclear(self) -> None:
-        """Refuse what may have the size of the batch by chance, and what cannot be split. Raises: ShapeError `unclear-batch-dim`."""
+        """Refuse what may have the size of the batch by chance, and what cannot be split. Raises: ShapeError
+        `unclear-batch-dim`."""
         for leaves, _ in self.inputs.values():
             for leaf in leaves:
                 if leaf.kind == UNCLEAR:
@@ -244,7 +247,8 @@ def _has_rows(value: Any, size: int) -> bool:
 
 
 def first_with_rows(inputs: Mapping[str, Any], whole: Mapping[str, bool]) -> Any:
-    """The tensor or array whose dim 0 is the batch: token ids or embeddings, of another model the first, or the first that an object has.
+    """The tensor or array whose dim 0 is the batch: token ids or embeddings, of another model the first, or the first
+    that an object has.
 
     Raises: ShapeError `no-inputs`.
     """
@@ -298,8 +302,8 @@ def _members(value: Any) -> Iterator[Any]:
 def _is_unclear(name: str, leaf: Any, first: Any) -> bool:
     """Whether the dim 0 of a tensor or array may be another dim than that of the batch, which has the same size.
 
-    A vector of numbers may be one of classes; where there are as many sequences as tokens, a vector may be one of positions,
-    and a square a mask of tokens by tokens. Names of `transformers` for tensors [batch, tokens] are known.
+    A vector of numbers may be one of classes; where there are as many sequences as tokens, a vector may be one of
+    positions, and a square a mask of tokens by tokens. Names of `transformers` for tensors [batch, tokens] are known.
     """
     batch = first.shape[0]
     if first.ndim == 1:
@@ -325,7 +329,10 @@ def _unclear(leaf: Leaf, size: int) -> Problem:
     if isinstance(value, T) or is_array(value):
         what = f"{shown} {list(value.shape)} has the size of the batch, {size}, and may be no batch"
     elif isinstance(value, (list, tuple)):
-        what = f"{shown}, a {type(value).__name__}, has as many entries as the batch has sequences, {size}, and may be no batch"
+        what = (
+            f"{shown}, a {type(value).__name__}, has as many entries as the batch has sequences, {size}, and may be no "
+            "batch"
+        )
     else:
         what = f"{shown}, a {type(value).__name__}, holds tensors of the size of the batch, {size}, and is not split"
         splits = "pass its tensors as inputs of their own, or in a dict, if they are split"

@@ -1,8 +1,8 @@
 """Key/value caches of `transformers` of which each rank of `cp` stores its tokens.
 
-The layers of a cache keep their classes and get other methods. A layer's `keys` and `values` are those of the tokens that this rank
-stores, in the order of their positions; its length is that of the full sequence. A static layer reserves what this rank will store
-of its maximum, a sliding one drops what no later token attends to.
+The layers of a cache keep their classes and get other methods. A layer's `keys` and `values` are those of the tokens
+that this rank stores, in the order of their positions; its length is that of the full sequence. A static layer reserves
+what this rank will store of its maximum, a sliding one drops what no later token attends to.
 """
 
 from __future__ import annotations
@@ -156,12 +156,16 @@ class CacheShard:
         self._memory, self.layer.keys, self.layer.values, self.layer.is_initialized = [], None, None, False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens. Raises: ModelError `crop-past-window`; ValueError for a positive number, as the stock layer."""
+        """Remove the last tokens. Raises: ModelError `crop-past-window`; ValueError for a positive number, as the stock
+        layer."""
         if tokens_to_remove > 0:
             raise ValueError("crop takes a negative number of tokens: those to remove from the end")
         full = self.full + tokens_to_remove
         if self.window and self.start > max(0, full - self.window + 1):
-            what = f"{-tokens_to_remove} of {self.full} tokens are removed from a cache whose window begins at {self.start}"
+            what = (
+                f"{-tokens_to_remove} of {self.full} tokens are removed from a cache whose window begins at "
+                f"{self.start}"
+            )
             fix = "cache.activate_past_recording() before the forward that added them"
             raise ModelError(Problem("crop-past-window", what, fix=fix))
         removed = self.sequence.tokens.count(self.sequence.rank, max(self.start, full), self.full)
@@ -218,7 +222,10 @@ def shard_cache(cache: Any, layout: SequenceLayout, rank: int) -> CachedSequence
 
 
 def cache_refused(what: str) -> ModelError:
-    fix = "an empty DynamicCache or StaticCache of transformers, a new one for each model, under torch.no_grad(); or a mesh without cp"
+    fix = (
+        "an empty DynamicCache or StaticCache of transformers, a new one for each model, under torch.no_grad(); or a "
+        "mesh without cp"
+    )
     return ModelError(Problem("cache-over-cp", f"{what} is not supported over cp", fix=fix))
 
 

@@ -1,8 +1,8 @@
 """Calls of a model on `cp` with a key/value cache, and calls by `generate`.
 
-A prompt into an empty cache is split over the ranks as in training, and each rank stores the keys and values of its tokens. Tokens
-that follow, and prompts shorter than the ranks, are computed by all ranks, and attend to what each rank stores. Either way the
-logits that `logits_to_keep` asks for, or `generate` needs, are on every rank.
+A prompt into an empty cache is split over the ranks as in training, and each rank stores the keys and values of its
+tokens. Tokens that follow, and prompts shorter than the ranks, are computed by all ranks, and attend to what each rank
+stores. Either way the logits that `logits_to_keep` asks for, or `generate` needs, are on every rank.
 """
 
 from __future__ import annotations

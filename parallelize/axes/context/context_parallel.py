@@ -44,17 +44,17 @@ from parallelize.state.transaction import Transaction
 def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, ulysses: int = 1) -> nn.Module:
     """Shard the sequences of a stock module over the mesh's `cp` axis, in place, and return the module.
 
-    The module is then called with full sequences, the same on every rank of cp. Each rank keeps its local tokens, and its output
-    is for those tokens: see `split_sequence` and `gather_sequence`. Gradients of parameters are this rank's part of a sum over
-    cp, which `shard_data` (and `parallelize_model`) reduce like those of any data axis. A mesh without cp, or with cp of size 1,
-    leaves the module as it is.
+    The module is then called with full sequences, the same on every rank of cp. Each rank keeps its local tokens, and
+    its output is for those tokens: see `split_sequence` and `gather_sequence`. Gradients of parameters are this rank's
+    part of a sum over cp, which `shard_data` (and `parallelize_model`) reduce like those of any data axis. A mesh
+    without cp, or with cp of size 1, leaves the module as it is.
 
     Args:
         module: the root of a model, stock or after `cut_pipeline` and `parallelize_module`.
         mesh: a mesh with an axis named `cp`; the module is on all its ranks.
         plan: as for `parallelize_module`; its `attention:` names the modules whose attention runs over cp.
-        ulysses: size of the groups that exchange heads by all-to-all; a ring connects the groups. 1: a ring only; the size of
-            cp: no ring.
+        ulysses: size of the groups that exchange heads by all-to-all; a ring connects the groups. 1: a ring only; the
+            size of cp: no ring.
 
     Returns: `module`.
     Raises: before anything is changed,
@@ -62,8 +62,8 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, u
         PlanError: `no-attention`, `unmatched-attention`.
         ModelError: `no-positions`, `already-parallelized`, `length-dependent-rotary`, `unplanned-attention`.
         HandshakeError: if ranks differ.
-    Cost: a handshake now. Attention of each layer sends s tokens' keys and values P/U - 1 times around a ring of P/U ranks, and
-        exchanges queries, keys, values and output once in a group of U ranks; backward about twice that.
+    Cost: a handshake now. Attention of each layer sends s tokens' keys and values P/U - 1 times around a ring of P/U
+        ranks, and exchanges queries, keys, values and output once in a group of U ranks; backward about twice that.
 
     Source: Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
     """
@@ -174,7 +174,8 @@ def _install(module: nn.Module, context: Context, inputs: ContextInputs) -> None
 
 
 def _set_implementation(context: Context, attention: dict[str, str], present: dict[str, nn.Module]) -> None:
-    """Configs that name the attention over cp, and no mask; gathered modules keep theirs, and get masks of the full sequence."""
+    """Configs that name the attention over cp, and no mask; gathered modules keep theirs, and get masks of the full
+    sequence."""
     inside = {id(m) for fqn, kind in attention.items() if kind == GATHERED for m in present[fqn].modules()}
     for inner in present.values():
         config = inner.__dict__.get("config")
@@ -200,7 +201,8 @@ class _RootForward:
         inputs: splits the inputs of a call.
         stock: the forward on the instance before, or None for that of the class.
         present: the planned attention modules on this rank.
-        staged: whether the model is cut into pipeline stages, of which all but the last return a tuple for the next stage.
+        staged: whether the model is cut into pipeline stages, of which all but the last return a tuple for the next
+            stage.
     """
 
     def __init__(self, inputs: ContextInputs, stock: Any, present: set[str], staged: bool):
@@ -274,7 +276,8 @@ def _compare_shapes(context: Context, batch: InputBatch) -> None:
 def _check_tokens(context: Context, out: Any) -> None:
     """Check that every tensor of an output has this rank's tokens.
 
-    Raises: ModelError `one-row` if something was computed from one token (a pooler, a classifier), another one on each rank.
+    Raises: ModelError `one-row` if something was computed from one token (a pooler, a classifier), another one on each
+        rank.
     """
     tokens = sum(stop - start for start, stop in context.local_runs())
     # routers flatten batch and tokens

@@ -129,7 +129,8 @@ class Context:
         return self.layout_of(self.length).of_rank(self.group.rank)
 
     def local_positions(self) -> tuple[int, tuple[Run, ...]] | None:
-        """(tokens of the full sequence, this rank's positions) of the forward that runs, or is recomputed; None in a gathered module.
+        """(tokens of the full sequence, this rank's positions) of the forward that runs, or is recomputed; None in a
+        gathered module.
 
         Raises: as `current`.
         """
@@ -151,7 +152,8 @@ class Context:
         Args:
             documents, padding, positions: as in `ForwardSequences`.
             cache: where it stores keys and values.
-            splits: whether each rank computes a part of the tokens; else all ranks compute those that the cache has not.
+            splits: whether each rank computes a part of the tokens; else all ranks compute those that the cache has
+                not.
         """
         self.length, self._with_graph = full if splits else 0, torch.is_grad_enabled()
         layout = self.layout_of(full)
@@ -225,8 +227,8 @@ class ContextAttention:
 
     Attributes:
         kind: "causal" or "bidirectional".
-        stock: the forward on the instance before, if its calls of attention are intercepted by a function mode, or if the module is
-            gathered.
+        stock: the forward on the instance before, if its calls of attention are intercepted by a function mode, or if
+            the module is gathered.
         region: of a gathered module, the sequence-parallel region that it is in, or None.
     """
 

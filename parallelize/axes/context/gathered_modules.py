@@ -1,10 +1,12 @@
-"""Modules that mix tokens otherwise than by attention over the ranks of `cp`: recurrences, convolutions, attention with masks of its own.
+"""Modules that mix tokens otherwise than by attention over the ranks of `cp`: recurrences, convolutions, attention with
+masks of its own.
 
-    all-gather the tokens of every argument -> the module's own forward on the full sequence -> this rank's tokens of its output
-    backward: reduce-scatter of the arguments' gradients; gradients of parameters are this rank's part of the sum over cp, as elsewhere
+    all-gather the tokens of every argument -> the module's own forward on the full sequence -> this rank's tokens of
+    its output backward: reduce-scatter of the arguments' gradients; gradients of parameters are this rank's part of the
+    sum over cp, as elsewhere
 
-It is exact for any module, and costs what the module costs without `cp`: each rank computes it for all tokens, and stores its
-activations of the full sequence.
+It is exact for any module, and costs what the module costs without `cp`: each rank computes it for all tokens, and
+stores its activations of the full sequence.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ def check_masks(attention: dict[str, str], modules: dict[str, nn.Module]) -> Non
     for fqn, kind in attention.items():
         needs = [m for m in modules[fqn].modules() if _attends(m)] if kind == GATHERED and fqn in modules else []
         if needs:
-            what = f"{fqn} is gathered, and a {type(needs[0]).__name__} in it takes a mask of the full sequence, which is not made, because other attention runs over the ranks"
+            what = (
+                f"{fqn} is gathered, and a {type(needs[0]).__name__} in it takes a mask of the full sequence, which is "
+                "not made, because other attention runs over the ranks"
+            )
             raise ModelError(Problem("mask-over-cp", what, fix="name all attention `gathered`, or none"))
 
 
@@ -100,7 +105,8 @@ def _forward_on_all_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _on_all_tokens(sequences: ForwardSequences, region: Region | None, select: Callable[[T], T]) -> Iterator[None]:
-    """A context in which the module inside has all tokens; only this rank's are reduced over `tp` into shards of the sequence."""
+    """A context in which the module inside has all tokens; only this rank's are reduced over `tp` into shards of the
+    sequence."""
     sequences.is_gathered = True
     try:
         with nullcontext() if region is None else region.selecting(select):

@@ -1,4 +1,5 @@
-"""The inputs of a model on `cp`: full sequences, of which each rank keeps its tokens, with their positions in the full sequence.
+"""The inputs of a model on `cp`: full sequences, of which each rank keeps its tokens, with their positions in the full
+sequence.
 
 [B, S, ..] tensors    local tokens of dim 1
 position ids          local tokens; where they restart, another document begins (packed sequences)
@@ -64,12 +65,13 @@ class ContextInputs:
     def local_call(
         self, context: Context, root: nn.Module, batch: InputBatch
     ) -> tuple[tuple, dict[str, Any], CachedCall | None]:
-        """The arguments of a call with this rank's tokens. The context learns the length and documents of the sequences.
+        """The arguments of a call with this rank's tokens. The context learns the length and documents of the
+        sequences.
 
         Returns: (args, kwargs, how the call uses a cache or None).
         Raises: ShapeError `no-sequence`, `short-sequence`, `bad-position-ids`, `bad-mask`, `cache-full`; ModelError
-            `given-mask`, `cache-over-cp`, `labels-over-cp`, `one-row`, `hidden-states-over-cp`; TypeError, as the model's own
-            forward would.
+            `given-mask`, `cache-over-cp`, `labels-over-cp`, `one-row`, `hidden-states-over-cp`; TypeError, as the
+            model's own forward would.
         """
         self.form.signature.bind(None, *batch.args, **batch.kwargs)
         call, new = dict(batch.inputs), batch.length
@@ -108,7 +110,8 @@ class ContextInputs:
     def _begin(
         self, context: Context, batch: InputBatch, call: dict[str, Any], full: int, cached: CachedCall | None
     ) -> None:
-        """Set positions in the full sequence, and turn positions and padding mask into documents, which replace the mask."""
+        """Set positions in the full sequence, and turn positions and padding mask into documents, which replace the
+        mask."""
         mask, positions = batch.mask, batch.positions
         packed = positions if self.packs and mask is None and (cached is None or cached.cache is None) else None
         documents = documents_of(packed, mask)
@@ -239,7 +242,8 @@ def config_with_masks(config: Any, context: Context) -> LocalConfig:
 def mask_of_model(context: Context, call: dict[str, Any], full: int) -> T | None:
     """The padding mask that a model is called with, [B, S] although it gets local tokens; None for none.
 
-    Where masks are made it is never None, so that the model does not take the jumps in local positions for packed documents.
+    Where masks are made it is never None, so that the model does not take the jumps in local positions for packed
+    documents.
     """
     padding = context.current().padding
     if padding is not None or not context.makes_masks:

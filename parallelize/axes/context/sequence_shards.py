@@ -1,14 +1,15 @@
 """Which tokens of a sequence each rank of `cp` stores. Pure arithmetic, torch-free.
 
-`cp` is a ring of R ring ranks, each of which is a ulysses group of U neighboring ranks: rank = ring_rank * U + ulysses_rank. The
-sequence is split over the ring ranks, and the tokens of a ring rank, in order, over the ranks of its ulysses group.
+`cp` is a ring of R ring ranks, each of which is a ulysses group of U neighboring ranks: rank = ring_rank * U +
+ulysses_rank. The sequence is split over the ring ranks, and the tokens of a ring rank, in order, over the ranks of its
+ulysses group.
 
-Under a causal mask late tokens attend to more tokens than early ones. So the sequence is split into 2R chunks, and ring rank r
-stores chunks r and 2R-1-r: then all ring ranks have the same work in every step of the ring. Without a mask, and with one ring
-rank, the tokens of a ring rank are consecutive.
+Under a causal mask late tokens attend to more tokens than early ones. So the sequence is split into 2R chunks, and ring
+rank r stores chunks r and 2R-1-r: then all ring ranks have the same work in every step of the ring. Without a mask, and
+with one ring rank, the tokens of a ring rank are consecutive.
 
-Source of the balanced order: Brandon et al., Striped Attention, arXiv:2311.09431, in the chunked form of Llama 3's training
-(arXiv:2407.21783, sec. 3.3.2).
+Source of the balanced order: Brandon et al., Striped Attention, arXiv:2311.09431, in the chunked form of Llama 3's
+training (arXiv:2407.21783, sec. 3.3.2).
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class SequenceLayout:
         return count(self.of_rank(rank))
 
     def gathered_runs(self, padded: int) -> tuple[Run, ...]:
-        """For the sequence in order, runs of indices in the concatenation of all ranks' tokens, each rank's padded to `padded`."""
+        """For the sequence in order, runs of indices in the concatenation of all ranks' tokens, each rank's padded to
+        `padded`."""
         parts: list[tuple[int, Run]] = []
         for rank in range(self.size):
             index = rank * padded

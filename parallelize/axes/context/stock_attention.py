@@ -1,4 +1,5 @@
-"""How the attention of stock modules is intercepted: by the interface of `transformers`, or at `scaled_dot_product_attention`."""
+"""How the attention of stock modules is intercepted: by the interface of `transformers`, or at
+`scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def _mask_refused(fqn: str) -> ModelError:
 
 
 def _dropout_of(module: nn.Module, planned: ContextAttention, query: T, key: T, p: float) -> WeightDropout | None:
-    """The dropout of the attention weights of a call, whose number among the module's calls is that of the unsharded model.
+    """The dropout of the attention weights of a call, whose number among the module's calls is that of the unsharded
+    model.
 
     Raises: ModelError `attention-dropout` where no global mask is installed for this module.
     """
@@ -152,7 +154,8 @@ def attend(
 ) -> T:
     """Attention of the local queries to the full sequence.
 
-    Shapes (s: local tokens): q [B, H, s, D], k [B, K, s, D], v [B, K, s, E], sinks [H] (see `ring_attention`); returns [B, H, s, E].
+    Shapes (s: local tokens): q [B, H, s, D], k [B, K, s, D], v [B, K, s, E], sinks [H] (see `ring_attention`); returns
+    [B, H, s, E].
 
     Raises: ModelError `wrong-rows`, `attention-kind`.
     """
@@ -252,7 +255,8 @@ def attend_to_cache(
 ) -> T:
     """Attention of the last tokens of a sequence to all of it.
 
-    Shapes: q [B, H, new, D], the same on every rank; k [B, K, n, D] and v [B, K, n, E], what this rank stores of a layer; returns
+    Shapes: q [B, H, new, D], the same on every rank; k [B, K, n, D] and v [B, K, n, E], what this rank stores of a
+        layer; returns
     [B, H, new, E], the same on every rank.
 
     Raises: ModelError `wrong-rows`.
@@ -263,7 +267,10 @@ def attend_to_cache(
     first = max(0, start + 1 - masking.window) if masking.window else 0
     needed = cache.tokens.count(cache.rank, first, stop)
     if q.shape[2] != cache.new or not needed <= k.shape[2] <= sum(map(len, stored)):
-        what = f"{module.fqn} attends from {q.shape[2]} of {cache.new} new tokens to {k.shape[2]} local keys of {needed} that it needs"
+        what = (
+            f"{module.fqn} attends from {q.shape[2]} of {cache.new} new tokens to {k.shape[2]} local keys of {needed} "
+            "that it needs"
+        )
         fix = "self-attention with one cache, whose sliding layers have the model's window; or leave this model off cp"
         raise ModelError(Problem("wrong-rows", what, fix=fix))
     positions = last_positions(stored, k.shape[2])  # a sliding layer stores the last ones

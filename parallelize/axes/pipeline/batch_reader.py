@@ -1,4 +1,5 @@
-"""What a step is given, and what it computes with: the microbatches of this data rank, and the count that divides the loss.
+"""What a step is given, and what it computes with: the microbatches of this data rank, and the count that divides the
+loss.
 
 Ranks compare what they were given before anything runs. The global count is known then too, so that the loss of each
 microbatch is divided by it at once, and gradients are sums.
@@ -74,8 +75,8 @@ class BatchReader:
     ) -> tuple[list[MicrobatchInputs], T]:
         """The inputs of this data rank, and the global count, which divides the loss.
 
-        On `cp` targets are sharded here; the model shards its inputs itself. An error of this rank is raised when the other
-        ranks know of it.
+        On `cp` targets are sharded here; the model shards its inputs itself. An error of this rank is raised when the
+        other ranks know of it.
 
         Args:
             settings: what must be the same on all ranks, besides the inputs.
@@ -191,8 +192,9 @@ def _form(leaf: Any) -> Any:
 def split_batch(batch: InputBatch, count: int) -> list[MicrobatchInputs]:
     """Split a batch along its sequences into `count` equal microbatches.
 
-    Split are tensors and arrays [batch, ..], and lists that `whole` says to have an entry for each sequence. Passed to every microbatch
-    unchanged is all else: tensors with another dim 0 (position ids [1, S], a mask [S, S]), inputs that `whole` names, other values.
+    Split are tensors and arrays [batch, ..], and lists that `whole` says to have an entry for each sequence. Passed to
+    every microbatch unchanged is all else: tensors with another dim 0 (position ids [1, S], a mask [S, S]), inputs that
+    `whole` names, other values.
 
     Raises: ShapeError `no-inputs`, `indivisible-batch`, `unclear-batch-dim`.
     """
@@ -200,7 +202,10 @@ def split_batch(batch: InputBatch, count: int) -> list[MicrobatchInputs]:
     if total % count or not total:
         divisors = [str(n) for n in range(1, total + 1) if total % n == 0]
         what = f"a batch of {total} sequences cannot be split into {count} microbatches"
-        fix = f"with this batch: {', '.join(divisors) or 'none'} microbatches; or a batch of a multiple of {count} sequences"
+        fix = (
+            f"with this batch: {', '.join(divisors) or 'none'} microbatches; or a batch of a multiple of {count} "
+            "sequences"
+        )
         raise ShapeError(Problem("indivisible-batch", what, fix=fix))
     if count == 1:
         return [MicrobatchInputs(batch.args, batch.kwargs, batch.targets, 0, total, total)]
@@ -267,7 +272,10 @@ def token_targets(module: nn.Module, targets: Any, labels: Any, attention_mask: 
         what = (
             "the loss of tokens needs targets, and the step was given none; positional arguments are the model's inputs"
         )
-        fix = "pass them by name: step(ids, targets=next_tokens(ids)) or step(ids, labels=ids); or a `loss` without targets"
+        fix = (
+            "pass them by name: step(ids, targets=next_tokens(ids)) or step(ids, labels=ids); or a `loss` without "
+            "targets"
+        )
         raise ModelError(Problem("no-targets", what, fix=fix))
     return _of_labels(module, labels, attention_mask)
 
@@ -286,7 +294,8 @@ def _of_labels(module: nn.Module, labels: Any, attention_mask: Any) -> Any:
 
 
 def with_decoder_ids(module: nn.Module, named: Mapping[str, Any], labels: Any) -> dict[str, Any]:
-    """The input of the decoder that a stock model of two makes from its labels, where the step was given none; else nothing.
+    """The input of the decoder that a stock model of two makes from its labels, where the step was given none; else
+    nothing.
 
     Args:
         named: the inputs of the step, by name.
@@ -317,7 +326,8 @@ def beside_prompts(module: nn.Module, inputs: Any, targets: Any) -> Any:
     """The targets of a model whose learned prompts stand before the tokens, and have none: as PEFT extends labels.
 
     Args:
-        inputs: of the step. targets: token ids [batch, sequence] for the tokens of an input alone; others are as they should be.
+        inputs: of the step. targets: token ids [batch, sequence] for the tokens of an input alone; others are as they
+            should be.
     """
     return targets if _ids_like(targets, inputs) is None else _with_prompts(module, targets)
 

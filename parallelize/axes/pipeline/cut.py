@@ -1,4 +1,5 @@
-"""Splits a stock model into pipeline stages: each rank keeps the full module tree, and the parameters of its own stages.
+"""Splits a stock model into pipeline stages: each rank keeps the full module tree, and the parameters of its own
+stages.
 
 Modules keep their names and layer numbers; an absent module only loses its parameters and buffers.
 `axes/pipeline/stage_forward.py` runs the model's own forward on the remaining modules.
@@ -176,7 +177,8 @@ def serve_prompts() -> None:
 
 
 def _before_the_cut(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftModel._setup_prompt_encoder`. Raises: ModelError `added-parameter` of prompts around a model that is cut: steps would not run them."""
+    """`PeftModel._setup_prompt_encoder`. Raises: ModelError `added-parameter` of prompts around a model that is cut:
+    steps would not run them."""
 
     def setup(peft_model: Any, adapter_name: str) -> Any:
         if pipeline_cut(peft_model) is None and pipeline_cut(peft_model.base_model) is not None:

@@ -49,8 +49,8 @@ T = torch.Tensor
 class Pipeline:
     """Runs training steps and evaluations of a model over microbatches and, where it has them, pipeline stages.
 
-    The loss of a step is the sum over all tokens of all microbatches and data ranks, divided by the global count, which is
-    known before backward. Gradients are sums. So neither depends on how the batch is split.
+    The loss of a step is the sum over all tokens of all microbatches and data ranks, divided by the global count, which
+    is known before backward. Gradients are sums. So neither depends on how the batch is split.
 
     Args:
         module: a model after `cut_pipeline` and `parallelize_module`. A model without stages runs its microbatches
@@ -59,21 +59,22 @@ class Pipeline:
         schedule: the schedule that was passed to `cut_pipeline`.
         stages_per_rank: as passed to `cut_pipeline`.
         num_microbatches: equal parts of each step's batch.
-        loss: (model output, targets) to the SUM of the loss over the microbatch, a scalar. Default: cross entropy of the
-            logits, without targets of -100.
-        count: (targets) to the integer that the sum of losses is divided by. Default: the number of targets that are not
-            -100.
-        whole: names of inputs, or "targets", that every microbatch gets in full, not split along the batch. A dict from names
-            to bool says for some that they are split (False), where that is not clear.
-        share_inputs: inputs and targets of the first pp rank are broadcast, and those of the other pp ranks are ignored.
+        loss: (model output, targets) to the SUM of the loss over the microbatch, a scalar. Default: cross entropy of
+            the logits, without targets of -100.
+        count: (targets) to the integer that the sum of losses is divided by. Default: the number of targets that are
+            not -100.
+        whole: names of inputs, or "targets", that every microbatch gets in full, not split along the batch. A dict from
+            names to bool says for some that they are split (False), where that is not clear.
+        share_inputs: inputs and targets of the first pp rank are broadcast, and those of the other pp ranks are
+            ignored.
         data: reduces gradients over the data axes: the `engine` of `data_of(module)`.
         clock: what `install_dropout` returned; it is set to the position in training of each microbatch.
         check_replicated: compare in every call what ranks must have alike, see `StepCheck`; and in the first one, that
             targets of the default loss are not the token ids themselves.
-        compare_every: with `check_replicated`, compare the parameters that ranks store alike in the first call, and in every
-            N-th after it, see `ReplicaCheck`; 0: never.
-        overlap_microbatches: run each forward beside the backward of the microbatch before it: see `Options`. On one stage.
-            "auto": as the first steps measure.
+        compare_every: with `check_replicated`, compare the parameters that ranks store alike in the first call, and in
+            every N-th after it, see `ReplicaCheck`; 0: never.
+        overlap_microbatches: run each forward beside the backward of the microbatch before it: see `Options`. On one
+            stage. "auto": as the first steps measure.
 
     Attributes:
         steps_done: number of successful steps. Dropout depends on it, so checkpoints store it.
@@ -166,34 +167,36 @@ class Pipeline:
         Every rank must call it, with the batch of its data rank (the same on all its pp, cp and tp ranks).
 
         Args:
-            args, kwargs: inputs of the full model. Tensors and NumPy arrays with the batch's size in dim 0 are split into
-                microbatches; lists and tuples with an entry for each sequence where `whole` says so. Models of `transformers`
-                are called with `use_cache=False` unless it is passed: beside a cache they do not look for packed documents.
-            targets: split in the same way. For the default loss token ids [batch, sequence], -100 for none:
-                `targets[:, i]` is compared with the logits at position i, nothing is shifted; `next_tokens(ids)` gives them.
-                For a `loss` of your own whatever it reads.
-            labels: instead of targets, with the meaning of the stock model: token ids [batch, sequence] or classes, -100 for
-                none. They are shifted here where the model's own loss shifts them, see `label_loss`; a decoder that was
-                given no input gets what the stock model makes from them. With a `loss` of your own it is an input of the model.
+            args, kwargs: inputs of the full model. Tensors and NumPy arrays with the batch's size in dim 0 are split
+                into microbatches; lists and tuples with an entry for each sequence where `whole` says so. Models of
+                `transformers` are called with `use_cache=False` unless it is passed: beside a cache they do not look
+                for packed documents.
+            targets: split in the same way. For the default loss token ids [batch, sequence], -100 for none: `targets[:,
+                i]` is compared with the logits at position i, nothing is shifted; `next_tokens(ids)` gives them. For a
+                `loss` of your own whatever it reads.
+            labels: instead of targets, with the meaning of the stock model: token ids [batch, sequence] or classes,
+                -100 for none. They are shifted here where the model's own loss shifts them, see `label_loss`; a decoder
+                that was given no input gets what the stock model makes from them. With a `loss` of your own it is an
+                input of the model.
 
         Returns: the mean loss over all data ranks, a scalar without gradient, the same on every rank.
 
         Raises:
-            ShapeError: `no-inputs`, `indivisible-batch`, `unclear-batch-dim` (a tensor or list that may have the batch's size by
-                chance), before anything runs.
+            ShapeError: `no-inputs`, `indivisible-batch`, `unclear-batch-dim` (a tensor or list that may have the
+                batch's size by chance), before anything runs.
             ModelError: `gradients-off` under `torch.no_grad()`; of the default loss `no-targets`, `labels-and-targets`,
                 `unclear-labels`, `unshifted-targets`, `no-decoder-ids`. Before anything runs.
-            HandshakeError: `ranks-diverged` on every rank, where the ranks of a data rank have different inputs or targets,
-                or ranks differ in the call, the mode, or the hyperparameters and steps of an optimizer of `watch`; and
-                where copies of a tied parameter differ in these or in requires_grad. `replicas-differ` and `ties-differ`,
-                where ranks store other values of a parameter that must be equal: compared every N-th call, and
-                where copies of a tied parameter were not written to alike.
+            HandshakeError: `ranks-diverged` on every rank, where the ranks of a data rank have different inputs or
+                targets, or ranks differ in the call, the mode, or the hyperparameters and steps of an optimizer of
+                `watch`; and where copies of a tied parameter differ in these or in requires_grad. `replicas-differ` and
+                `ties-differ`, where ranks store other values of a parameter that must be equal: compared every N-th
+                call, and where copies of a tied parameter were not written to alike.
             PipelineError: `stage-failed` on every rank after an error of a stage; all gradients are dropped, those of
                 earlier steps too. `peer-lost` if a rank does not respond. On a mesh of one rank, the original error is
                 raised instead of `stage-failed`.
 
-        Cost: activations and their gradients between neighboring stages, an all_reduce of 64 bytes and one of two scalars
-            over the mesh, reductions of gradients over the data axes and over ties.
+        Cost: activations and their gradients between neighboring stages, an all_reduce of 64 bytes and one of two
+            scalars over the mesh, reductions of gradients over the data axes and over ties.
         """
         began = time.perf_counter()
         run = self._loss_run(args, kwargs, targets, labels)
@@ -290,7 +293,8 @@ class Pipeline:
         return microbatches, total
 
     def _take_changes(self) -> None:
-        """Plan the adapters that the model got since the last call: what stages send may be other tensors, of other gradients."""
+        """Plan the adapters that the model got since the last call: what stages send may be other tensors, of other
+        gradients."""
         plan_changes(self.module)
         if pipeline_cut(self.module) is not self.cut:
             self.cut = pipeline_cut(self.module)
@@ -354,8 +358,8 @@ class Pipeline:
     def _may_split(self) -> bool:
         """Whether dgrad and wgrad may run separately. Not where both would recompute or gather the same again.
 
-        `transformers` recomputes too where a caller turns it on; a second recompute, in wgrad, would draw the dropout of the
-        microbatch that ran last.
+        `transformers` recomputes too where a caller turns it on; a second recompute, in wgrad, would draw the dropout
+        of the microbatch that ran last.
         """
         recomputes = any(mode != "off" for mode in recomputed(self.module).values()) or any(
             module.__dict__.get("gradient_checkpointing") is True for module in self.module.modules()
@@ -417,7 +421,8 @@ class Pipeline:
             log.info(text)
 
     def _outcome(self, run: StepRun, trial: PairTrial | None = None) -> tuple[bool, T]:
-        """(whether any rank failed, the loss). One all_reduce of two scalars over the mesh, and of a time during a trial."""
+        """(whether any rank failed, the loss). One all_reduce of two scalars over the mesh, and of a time during a
+        trial."""
         loss = torch.stack(run.losses).sum() if run.losses else torch.zeros((), device=self.device)
         if self.mesh.size() == 1:
             return run.failure is not None, loss

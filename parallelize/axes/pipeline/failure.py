@@ -1,7 +1,7 @@
 """An error in one stage is raised on every rank. All gradients are dropped, and the next step works.
 
-Ranks that wait for the failed one in a collective of the step, such as a gather of ZeRO 3, never come to where failures are exchanged.
-They find its failure in the store, when their collective has given up.
+Ranks that wait for the failed one in a collective of the step, such as a gather of ZeRO 3, never come to where failures
+are exchanged. They find its failure in the store, when their collective has given up.
 """
 
 from __future__ import annotations
@@ -100,13 +100,14 @@ def raise_together(local: Failure | None, group: dist.ProcessGroup, cause: BaseE
 def sum_outcomes(totals: torch.Tensor, group: dist.ProcessGroup, local: Failure | None, cause: Any) -> None:
     """Add the totals of all ranks, in place. A collective.
 
-    A failure of this rank is in the store meanwhile, for ranks that never get here, because they wait for this one in a collective.
+    A failure of this rank is in the store meanwhile, for ranks that never get here, because they wait for this one in a
+    collective.
 
     Args:
         local, cause: the failure of this rank and its exception, or None.
 
-    Raises: where the ranks cannot reach each other, PipelineError `stage-failed` with the first failure that is known, or `peer-lost`
-        where this rank has failed because another one is gone.
+    Raises: where the ranks cannot reach each other, PipelineError `stage-failed` with the first failure that is known,
+        or `peer-lost` where this rank has failed because another one is gone.
     """
     follows = cause is not None and follows_from_another_rank(cause)
     if local is not None and not follows:

@@ -3,9 +3,10 @@
     F0  B0  F1  B1  F2  B2      one after another
     F0  B0+F1   B1+F2   B2      in pairs
 
-The two of a pair share no results, so their numbers are those of the order one after another, bit for bit. They take turns (see
-`comm/turns.py`): the forward in the caller's thread, the backward in another. While the backward frees the activations of its
-last layers, the forward makes those of its first, so that together they need about those of one microbatch.
+The two of a pair share no results, so their numbers are those of the order one after another, bit for bit. They take
+turns (see `comm/turns.py`): the forward in the caller's thread, the backward in another. While the backward frees the
+activations of its last layers, the forward makes those of its first, so that together they need about those of one
+microbatch.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class ParallelModel:
 
         Args:
             args, kwargs: inputs of the full model; tensors [batch, ...] of this data rank, the same on its other ranks.
-            targets: the targets of the loss. Of the default loss token ids [batch, sequence], -100 for none, at the positions
-                of the logits: those of `next_tokens(ids)`. Nothing is shifted.
+            targets: the targets of the loss. Of the default loss token ids [batch, sequence], -100 for none, at the
+                positions of the logits: those of `next_tokens(ids)`. Nothing is shifted.
             labels: instead of targets: token ids [batch, sequence] as the stock model takes them, which shifts them.
 
         Returns: the mean loss over all data ranks, a scalar, the same on every rank.

@@ -6,7 +6,8 @@
 | of a tied parameter, on several stages | they apply the same summed gradient | by digest of all bits |
 | replicated over `tp` | each rank computes the gradient, up to rounding | by sketch (see `zero.sketches`) |
 
-Digests travel in the message of the step, times the weights of `rank_weights`. Sketches are gathered over `tp` before it.
+Digests travel in the message of the step, times the weights of `rank_weights`. Sketches are gathered over `tp` before
+it.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def total(self) -> tuple[T, T]:
-        """(digests times weights, the number of replicas over `tp` that have drifted): 0 over all ranks if none differ."""
+        """(digests times weights, the number of replicas over `tp` that have drifted): 0 over all ranks if none
+        differ."""
         terms = []
         for axes, tensors in self._copies().items():
             weight = weight_of(self.spec, self._index, [axis for axis in self.spec.names if axis not in axes])
@@ -144,7 +146,8 @@ class ReplicaCheck:
         return copies
 
     def _drifted(self) -> tuple[list[str], T]:
-        """(names of what is replicated over `tp`; [ranks, names], whether a rank's values are not those of the first)."""
+        """(names of what is replicated over `tp`; [ranks, names], whether a rank's values are not those of the
+        first)."""
         tensors = replicated_over(self.module, "tp") if self.tp is not None else {}
         if self.tp is None or not tensors:
             return [], torch.zeros(0, 0, dtype=torch.bool)
@@ -180,7 +183,10 @@ def _differing_ties(spec: MeshSpec, ranks: Sequence[int], every: Sequence[CopyFa
     if not rows:
         return []
     what = f"copies of {len({name for name, _ in rows})} tied parameters are not equal any more"
-    fix = "write the same values to all copies, by each of their names, and update them by one optimizer with the same settings"
+    fix = (
+        "write the same values to all copies, by each of their names, and update them by one optimizer with the same "
+        "settings"
+    )
     return [Problem("ties-differ", what, rows=tuple(rows[:_MOST_ROWS]), fix=fix)]
 
 

@@ -135,7 +135,8 @@ def _most_stages(timeline: Timeline) -> int:
 
 
 def _shade(kind: str, index: int, count: int) -> tuple[str, str]:
-    """(fill, text color) for a rank's stage number `index` of `count`: full color for the first, paler for later ones."""
+    """(fill, text color) for a rank's stage number `index` of `count`: full color for the first, paler for later
+    ones."""
     pale = 0.62 * index / max(1, count - 1)
     red, green, blue = (round(channel + (255 - channel) * pale) for channel in _COLORS[kind])
     return f"#{red:02x}{green:02x}{blue:02x}", "white" if pale < 0.35 else "#1c1c1c"

@@ -2,8 +2,8 @@
 
     name, ranks, microbatches --build_schedule--> Schedule --simulate | table | run-->
 
-No process group is needed. Actions are computations; the messages follow from their order (`timeline.with_messages`). The
-orders with one stage per rank are written here; those with several stages per rank are PyTorch's.
+No process group is needed. Actions are computations; the messages follow from their order (`timeline.with_messages`).
+The orders with one stage per rank are written here; those with several stages per rank are PyTorch's.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_
 
     Cost: no communication.
 
-    Source: GPipe arXiv:1811.06965; 1F1B (PipeDream-flush) and interleaved arXiv:2104.04473; looped BFS arXiv:2211.05953;
-        zero bubble and ZB-V arXiv:2401.10241, 2405.15362; DualPipe arXiv:2412.19437, as DualPipeV in
+    Source: GPipe arXiv:1811.06965; 1F1B (PipeDream-flush) and interleaved arXiv:2104.04473; looped BFS
+        arXiv:2211.05953; zero bubble and ZB-V arXiv:2401.10241, 2405.15362; DualPipe arXiv:2412.19437, as DualPipeV in
         github.com/deepseek-ai/DualPipe.
     """
     name = schedule_name(name)
@@ -115,7 +115,8 @@ def _gpipe(rank: int, microbatches: int) -> list[Action]:
 
 
 def _1f1b(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """Forwards until the first gradient arrives, then one backward after each forward. Source: arXiv:2104.04473, fig. 4."""
+    """Forwards until the first gradient arrives, then one backward after each forward. Source: arXiv:2104.04473, fig.
+    4."""
     warmup = min(ranks - 1 - rank, microbatches)
     order = [Action(rank, "F", m) for m in range(warmup)]
     for m in range(microbatches - warmup):

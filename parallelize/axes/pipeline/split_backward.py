@@ -77,7 +77,8 @@ def backward_inputs(outputs: Sequence[T], grads: Sequence[T | None], inputs: Seq
         grads: gradient of each output; None is 1 for a scalar.
         inputs: leaves that require a gradient.
 
-    Raises: ModelError `split-backward` on versions of torch that cannot begin at a node with weights. Nothing has run then.
+    Raises: ModelError `split-backward` on versions of torch that cannot begin at a node with weights. Nothing has run
+        then.
     """
     graph = _Graph(outputs, inputs)
     for node in (node for group in graph.groups for node in group.nodes):

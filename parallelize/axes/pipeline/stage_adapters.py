@@ -1,8 +1,8 @@
 """Adapters that PEFT adds to a model after it was cut into stages: each rank keeps those of its own layers.
 
-PEFT gives adapters to the layers of other stages too, whose sizes it still knows. So ranks that are seeded alike draw what one process
-draws. Before the next step, and before an optimizer is built, the plan of the full model is resolved again under the names of now, what
-belongs to other stages is dropped, and the plan over `tp` gets the rest.
+PEFT gives adapters to the layers of other stages too, whose sizes it still knows. So ranks that are seeded alike draw
+what one process draws. Before the next step, and before an optimizer is built, the plan of the full model is resolved
+again under the names of now, what belongs to other stages is dropped, and the plan over `tp` gets the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _FIRST = "get_peft_model(model, config) first, then parallelize_model(model, mes
 
 
 class StageAdapters:
-    """Takes in the adapters that a model gets after its cut. Called with the model, by all ranks of the mesh or none."""
+    """Takes in the adapters that a model gets after its cut. Called with the model, by all ranks of the mesh or
+    none."""
 
     def __init__(self, module: nn.Module):
         self._is_changed = False
@@ -59,7 +60,8 @@ class StageAdapters:
     def __call__(self, module: nn.Module) -> None:
         """Plan the adapters that were added since the model was cut. Nothing, if there are none.
 
-        Raises: ModelError `added-parameter`; PlanError `unplanned-adapter`; HandshakeError `ranks-disagree`, `ranks-missing`.
+        Raises: ModelError `added-parameter`; PlanError `unplanned-adapter`; HandshakeError `ranks-disagree`,
+            `ranks-missing`.
         """
         cut = pipeline_cut(module)
         if not self._is_changed or cut is None:
@@ -157,7 +159,8 @@ def active_adapters(layers: Sequence[Any]) -> str:
 
 
 class AbsentParameters:
-    """Those of the units of other stages; of layers not those of modules inside, which are many and which nothing outside reads.
+    """Those of the units of other stages; of layers not those of modules inside, which are many and which nothing
+    outside reads.
 
     Args:
         module: the root, after `cut_pipeline`.
@@ -217,7 +220,8 @@ def _mark_unmerged(layer: Any) -> None:
 
 
 def show_absent_to_peft() -> None:
-    """Let PEFT, where it is imported, make adapters of layers of other stages: it reads the shape, dtype and device of their weights."""
+    """Let PEFT, where it is imported, make adapters of layers of other stages: it reads the shape, dtype and device of
+    their weights."""
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is not None:
         patches.replace(tuners.BaseTuner, "inject_adapter", _with_absent_weights)
@@ -226,7 +230,8 @@ def show_absent_to_peft() -> None:
 
 
 def _of_present(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """PEFT's function that freezes or unfreezes an adapter, which in a dictionary of parameters is None where it is absent."""
+    """PEFT's function that freezes or unfreezes an adapter, which in a dictionary of parameters is None where it is
+    absent."""
 
     def set_requires_grad(layer: Any, requires_grad: bool) -> None:
         if layer is not None:

@@ -1,13 +1,14 @@
 """Runs one stage of a stock model: the model's own forward, up to the beginning of the next stage.
 
-The call of every unit is intercepted. Units before the stage return NaN with the shapes that they returned on the rank that
-owns them, so that code around them (masks, positions, rotary tables) sees the right shapes. The stage's first unit gets the
-output of the previous stage, in the tensor object that the forward passes to it. The call of the first unit after the stage
-ends the forward. So layer numbers, kinds of attention and the rest of the stock loop stay as they are. A forward that uses
-absent units in another way computes NaN, which is checked once for each signature of the inputs.
+The call of every unit is intercepted. Units before the stage return NaN with the shapes that they returned on the rank
+that owns them, so that code around them (masks, positions, rotary tables) sees the right shapes. The stage's first unit
+gets the output of the previous stage, in the tensor object that the forward passes to it. The call of the first unit
+after the stage ends the forward. So layer numbers, kinds of attention and the rest of the stock loop stay as they are.
+A forward that uses absent units in another way computes NaN, which is checked once for each signature of the inputs.
 
-A forward that draws random numbers may skip units (LayerDrop). All stages draw the same, so they skip the same: the next unit that is
-called takes the place of a skipped first one, and a stage of which all are skipped passes on what it received.
+A forward that draws random numbers may skip units (LayerDrop). All stages draw the same, so they skip the same: the
+next unit that is called takes the place of a skipped first one, and a stage of which all are skipped passes on what it
+received.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ T = torch.Tensor
 
 
 class _StageEnd(BaseException):
-    """Ends a forward at the first unit of the next stage, with the call of that unit. Not an error, hence no `Exception`."""
+    """Ends a forward at the first unit of the next stage, with the call of that unit. Not an error, hence no
+    `Exception`."""
 
     def __init__(self, unit: str, args: tuple, kwargs: dict):
         self.unit = unit
@@ -107,7 +109,8 @@ class StageRunner:
             if unit in cut.facts.aliases:
                 self.modules[unit] = inner = module.get_submodule(unit)
                 self._calls.append(_UnitCall(self, index, inner))
-        # the end of a stage is caught inside the call of the root, so that wrappers around the model see a normal return
+        # the end of a stage is caught inside the call of the root, so that wrappers around the model see a normal
+        # return
         forward = module.__dict__.get("forward") or MethodType(type(module).forward, module)
         forward = forward.forward if isinstance(forward, _Ending) else forward  # of an earlier runner
         module.__dict__["forward"] = _Ending(self, forward)
@@ -207,7 +210,8 @@ class StageRunner:
     def _absent_output(self, index: int, now: _RunningForward, args: tuple, kwargs: dict) -> Any:
         """What the call of an absent unit returns: its true output where it is sent along, else NaN.
 
-        Where the forward that made the header has skipped the unit, NaN of the shapes of another one of its list, or of its input.
+        Where the forward that made the header has skipped the unit, NaN of the shapes of another one of its list, or of
+        its input.
         """
         unit = self.units[index]
         if now.entered:
@@ -260,8 +264,14 @@ class StageRunner:
         output = [leaf for leaf in private.tree_leaves(outcome.output) if isinstance(leaf, torch.Tensor)]
         if _has_nan(outcome.tensors or output) and not _has_nan(private.tree_leaves(content)):
             unit = self.units[self.cut.stages.bounds(stage)[0]]
-            what = f"stage {stage} computes NaN: its forward uses more outputs of absent modules than the arguments of {unit}"
-            fix = "split elsewhere, name the argument under `carry:`, or the module under `skips:` of the plan's `pipeline:`"
+            what = (
+                f"stage {stage} computes NaN: its forward uses more outputs of absent modules than the arguments of "
+                f"{unit}"
+            )
+            fix = (
+                "split elsewhere, name the argument under `carry:`, or the module under `skips:` of the plan's "
+                "`pipeline:`"
+            )
             raise ModelError(Problem("absent-module-used", what, self.cut.stages.cuts.where, fix=fix))
 
     def _compare(self, now: _RunningForward, unit: str, call: dict[int | str, Any]) -> None:
@@ -393,7 +403,8 @@ class _UnitCall(InterceptedCall):
 
 
 class _Ending:
-    """The root's forward, which returns at the end of a stage, with the tensors of the next call for wrappers around it."""
+    """The root's forward, which returns at the end of a stage, with the tensors of the next call for wrappers around
+    it."""
 
     def __init__(self, runner: StageRunner, forward: Any):
         self.runner, self.forward = runner, forward

@@ -1,8 +1,8 @@
 """The check of a step: ranks that must have the same batch, settings and progress have them.
 
-It travels with the global count, in one all-reduce of 64 bytes over the mesh. Each rank adds a digest of each kind of facts
-times a weight (see `rank_weights`), so that equal digests vanish. Only when a sum is not 0 are the facts themselves gathered, to
-name what differs, and where.
+It travels with the global count, in one all-reduce of 64 bytes over the mesh. Each rank adds a digest of each kind of
+facts times a weight (see `rank_weights`), so that equal digests vanish. Only when a sum is not 0 are the facts
+themselves gathered, to name what differs, and where.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class _Facts:
     Attributes:
         batch: the inputs and targets by name, which ranks of one data rank share. settings: what all ranks share.
         stage: what the ranks of one pipeline stage share. ties: what the ranks with a copy of a tied parameter share.
-        edits: by tie, how often its copy was written to. Other numbers alone are no error: the copies are compared then.
+        edits: by tie, how often its copy was written to. Other numbers alone are no error: the copies are compared
+            then.
     """
 
     batch: Mapping[str, Any]
@@ -63,11 +64,13 @@ class StepCheck:
     Args:
         mesh: the mesh with all axes.
         device: of the message.
-        replicas: compares what ranks store, every N calls. Copies of its ties must require gradients, and be updated, alike.
+        replicas: compares what ranks store, every N calls. Copies of its ties must require gradients, and be updated,
+            alike.
         compares: False sends the same message and compares nothing.
 
     Attributes:
-        counts_loss: whether the loss of this rank is summed: of ranks with the same loss (along tp), only that of the first.
+        counts_loss: whether the loss of this rank is summed: of ranks with the same loss (along tp), only that of the
+            first.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, replicas: ReplicaCheck, compares: bool = True):
@@ -112,10 +115,11 @@ class StepCheck:
             settings: facts that must be the same on all ranks.
             sequences: of this rank's batch; see `first_sequence`.
 
-        Raises: PipelineError `peer-lost`; HandshakeError `ranks-diverged`, `replicas-differ` and `ties-differ`, which on an
-            accelerator `raise_difference` raises after the step.
-        Cost: one all-reduce of 64 bytes over the mesh; another one of the count, where that is no integer. Where replicas are
-            compared, a read of the parameters, and an all-gather over `tp` of 136 bytes for each that is replicated there.
+        Raises: PipelineError `peer-lost`; HandshakeError `ranks-diverged`, `replicas-differ` and `ties-differ`, which
+            on an accelerator `raise_difference` raises after the step.
+        Cost: one all-reduce of 64 bytes over the mesh; another one of the count, where that is no integer. Where
+            replicas are compared, a read of the parameters, and an all-gather over `tp` of 136 bytes for each that is
+            replicated there.
         """
         self._sequences, self._message = sequences, None
         local = (count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(count)).to(self.device)
@@ -166,8 +170,8 @@ class StepCheck:
     def first_sequence(self) -> int:
         """The index of this data rank's first sequence in the last step's global batch.
 
-        Cost: no communication, but where data ranks have different numbers of sequences an all_gather of 8 bytes over them. On
-            an accelerator it waits for the message.
+        Cost: no communication, but where data ranks have different numbers of sequences an all_gather of 8 bytes over
+            them. On an accelerator it waits for the message.
         """
         sizes = [self._sequences] * self._data_ranks
         if self._message is not None and dist.get_backend(self.world) != "fake":
@@ -181,25 +185,28 @@ class StepCheck:
         return sum(sizes[: self._data_rank])
 
     def any_changed(self) -> bool:
-        """Whether any rank said in the last call that it trains other parameters. On an accelerator it waits for the message."""
+        """Whether any rank said in the last call that it trains other parameters. On an accelerator it waits for the
+        message."""
         return self._message is not None and int(self._message[6]) >= _CHANGED
 
     def place(self) -> tuple[int, int]:
-        """(`first_sequence`, the number of sequences of the last step's global batch). Cost: that of `first_sequence`."""
+        """(`first_sequence`, the number of sequences of the last step's global batch). Cost: that of
+        `first_sequence`."""
         first = self.first_sequence()
         if self._message is None or dist.get_backend(self.world) == "fake":
             return first, self._sequences * self._data_ranks
         return first, int(self._message[6]) % _CHANGED
 
     def raise_difference(self) -> None:
-        """Raises: HandshakeError `ranks-diverged`, `replicas-differ` or `ties-differ` on every rank, with what differs where."""
+        """Raises: HandshakeError `ranks-diverged`, `replicas-differ` or `ties-differ` on every rank, with what differs
+        where."""
         if self.differs():
             problems, self._problems, self._sent, self._message = self._problems, None, None, None
             raise HandshakeError(*(problems or ()))
 
     def _compare(self) -> tuple[Problem, ...]:
-        """What differs in the facts of the last call; nothing, where copies of ties were written to and are still equal, and where
-        an optimizer was deleted on some ranks only."""
+        """What differs in the facts of the last call; nothing, where copies of ties were written to and are still
+        equal, and where an optimizer was deleted on some ranks only."""
         call = self._sent
         assert call is not None
         copies = self.replicas.facts(self.replicas.due(self._calls - 1))
@@ -277,7 +284,8 @@ class StepCheck:
 
 
 def _of_existing_optimizers(facts: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The facts of all ranks, without those of optimizers that some rank has not any more: Python deletes replaced ones at any time."""
+    """The facts of all ranks, without those of optimizers that some rank has not any more: Python deletes replaced ones
+    at any time."""
     names = [{key.partition(", ")[0] for key in stage} for _, _, stage, _ in facts]
     if len({stage.get(_BUILT) for _, _, stage, _ in facts}) > 1:
         return list(facts)
@@ -341,7 +349,8 @@ def _readable(batch: Mapping[str, Any]) -> Facts:
 def _rows(
     spec: MeshSpec, ranks: list[int], every: Sequence[tuple[Facts, Facts, Facts, Mapping[str, Facts]]]
 ) -> list[tuple[str, str]]:
-    """What differs, by fact: settings over all ranks, hyperparameters in each stage, the batch in each data rank, ties over pp."""
+    """What differs, by fact: settings over all ranks, hyperparameters in each stage, the batch in each data rank, ties
+    over pp."""
     rows = differing_rows({ranks[i]: settings for i, (_, settings, _, _) in enumerate(every)})
     rows += _tie_rows(spec, ranks, [ties for *_, ties in every])
     stages, batches = [stage for _, _, stage, _ in every], [batch for batch, *_ in every]
@@ -362,9 +371,9 @@ def _diverged(rows: list[tuple[str, str]]) -> Problem:
         "ranks-diverged",
         f"ranks that must run the same step differ in {len(rows)} of its facts",
         rows=tuple(rows[:20]),
-        fix="give every rank of a data rank (its pp, cp and tp ranks) the same batch (`check_loader(loader, mesh)` tells whether "
-        "the loader does), and all ranks the same calls and "
-        "settings, and all copies of a tied parameter the same; check_replicated=False turns this check off",
+        fix="give every rank of a data rank (its pp, cp and tp ranks) the same batch (`check_loader(loader, mesh)` "
+        "tells whether the loader does), and all ranks the same calls and settings, and all copies of a tied parameter "
+        "the same; check_replicated=False turns this check off",
     )
 
 

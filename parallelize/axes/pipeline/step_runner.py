@@ -27,7 +27,8 @@ from parallelize.base.errors import PipelineError
 T = torch.Tensor
 AHEAD = 2  # a receive is posted at most this many actions before the one that needs it
 StageHeaders = dict[tuple[int, tuple], StageHeader]
-"""(receiving stage, signature of the inputs) to header. A boundary is named by the stage that receives over it in forward."""
+"""(receiving stage, signature of the inputs) to header. A boundary is named by the stage that receives over it in
+forward."""
 
 
 @dataclass

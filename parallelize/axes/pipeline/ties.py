@@ -1,9 +1,9 @@
 """Tied parameters on several pipeline stages: equal copies, whose gradients are summed.
 
 Parameters are tied where they were one object before the model was split, or where the plan declares it. Within a stage
-one parameter has all the names. Across stages the gradient of each copy is a part, from the copy's own uses. The parts are
-summed after ZeRO has reduced them over the data axes (the order of the sums does not matter), on the shards that ZeRO keeps,
-so that 1/dp of the bytes are sent where gradients are sharded.
+one parameter has all the names. Across stages the gradient of each copy is a part, from the copy's own uses. The parts
+are summed after ZeRO has reduced them over the data axes (the order of the sums does not matter), on the shards that
+ZeRO keeps, so that 1/dp of the bytes are sent where gradients are sharded.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class Ties:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum the gradients of each tie over its copies. Once per step, after the last backward; an all_reduce per tie."""
+        """Sum the gradients of each tie over its copies. Once per step, after the last backward; an all_reduce per
+        tie."""
         for tie in self.groups:
             if tie.reduce == "none":
                 continue
@@ -218,8 +219,8 @@ def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:
     Raises:
         PlanError: `unknown-parameter`, `tie-shapes-differ`, `tie-layouts-differ`.
 
-    Cost: a broadcast of each tied parameter's local shard over the pp ranks that have it. A collective over `pp`: all its
-        ranks must call it.
+    Cost: a broadcast of each tied parameter's local shard over the pp ranks that have it. A collective over `pp`: all
+        its ranks must call it.
     """
     resolved, cut = resolution_so_far(module), pipeline_cut(module)
     if plan is not None:
@@ -237,10 +238,11 @@ def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:
 
 
 def _equalize_loaded(module: nn.Module, incompatible: Any) -> None:
-    """After `load_state_dict`: all copies of a tie have the value that was loaded last, as one parameter with all the names has.
+    """After `load_state_dict`: all copies of a tie have the value that was loaded last, as one parameter with all the
+    names has.
 
-    A state dict may have only some of the names: a tied checkpoint has no `lm_head.weight`. A collective over the ranks of
-    each tie, which first find out whether all of them are here.
+    A state dict may have only some of the names: a tied checkpoint has no `lm_head.weight`. A collective over the ranks
+    of each tie, which first find out whether all of them are here.
 
     Raises: HandshakeError `ranks-missing` where other ranks of a tie do not load.
     """

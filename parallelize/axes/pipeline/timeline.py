@@ -199,11 +199,13 @@ Step = Action | Send | Receive
 
 
 def with_messages(schedule: Schedule, costs: Costs | None = None) -> list[list[Step]]:
-    """The actions of each rank, with a send after each action whose result another rank needs, and the matching receive.
+    """The actions of each rank, with a send after each action whose result another rank needs, and the matching
+    receive.
 
-    All lists are parts of one sequence in simulated time, in which a send and its receive are one event, and an action is
-    at its start. So two ranks have their messages in the same order, and ranks that run their steps one by one do not
-    deadlock, even if each send waits for its receive. Backends that match messages by order, such as NCCL, need this.
+    All lists are parts of one sequence in simulated time, in which a send and its receive are one event, and an action
+    is at its start. So two ranks have their messages in the same order, and ranks that run their steps one by one do
+    not deadlock, even if each send waits for its receive. Backends that match messages by order, such as NCCL, need
+    this.
 
     Raises: PlanError `bad-schedule`, `bad-costs`.
     """

@@ -1,7 +1,7 @@
 """Messages between stages: tensors whose shapes both sides know, and headers where they do not yet.
 
-Messages are point to point on the pipeline's group. On backends that match them by order (NCCL), each pair of ranks posts
-its messages in the order of the schedule. gloo matches by tag, so nothing depends on timing.
+Messages are point to point on the pipeline's group. On backends that match them by order (NCCL), each pair of ranks
+posts its messages in the order of the schedule. gloo matches by tag, so nothing depends on timing.
 """
 
 from __future__ import annotations
@@ -208,7 +208,8 @@ def unpickled(raw: T) -> Any:
 
 
 def check_same_form(sent: Nested, known: Nested, where: str) -> None:
-    """Raises: ModelError `stage-output-changed` where the output of a stage differs from earlier ones for such inputs."""
+    """Raises: ModelError `stage-output-changed` where the output of a stage differs from earlier ones for such
+    inputs."""
     if sent.leaves != known.leaves or sent.structure != known.structure:
         raise ModelError(
             Problem(

@@ -1,18 +1,21 @@
 """Recompute: units of a model do not save their activations, and compute them again in backward.
 
-A unit (by default each layer) saves its inputs and what `save` names. Its forward is intercepted on the instance, like that of
-planned modules: outside of the plan's boundary conversions, and inside of the user's hooks. `ops/replay_cache.py` has what a
-replay must get from its forward; `axes/recomputation/saving.py` has what can be saved, and the memory that it takes.
+A unit (by default each layer) saves its inputs and what `save` names. Its forward is intercepted on the instance, like
+that of planned modules: outside of the plan's boundary conversions, and inside of the user's hooks.
+`ops/replay_cache.py` has what a replay must get from its forward; `axes/recomputation/saving.py` has what can be saved,
+and the memory that it takes.
 
     recompute(model)                                            full: a unit saves only its inputs
     recompute(model, "selective", save=("collectives",))        no collective runs twice
     recompute(model, every=2)                                   units 0, 2, 4, ...
     set_recompute(model.model.layers[3], False)                 from the next forward on
 
-Losses and gradients are bit-equal to those without recompute. (A model that builds a key/value cache even in training builds
-none under recompute, as with `use_cache=False`; compare with that.) Order: after `parallelize_module`, before `fully_shard`.
+Losses and gradients are bit-equal to those without recompute. (A model that builds a key/value cache even in training
+builds none under recompute, as with `use_cache=False`; compare with that.) Order: after `parallelize_module`, before
+`fully_shard`.
 
-Cost: a full unit runs its forward once more, including collectives except those after the last tensor that backward needs.
+Cost: a full unit runs its forward once more, including collectives except those after the last tensor that backward
+    needs.
 `recompute_cost` reports the saved bytes.
 
 Source: Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198 (selective).
@@ -75,15 +78,16 @@ def recompute(
         mode: "full", "selective", or "off", which `set_recompute` can switch on.
         every: n recomputes units 0, n, 2n, ... in the model's order, counted over all pipeline stages.
         units: patterns of module names. Default: the units that the plan names, or each of its layers.
-        save: for "selective", names from `axes/recomputation/saving.py`. Default: "matmul", "attention" and "collectives".
+        save: for "selective", names from `axes/recomputation/saving.py`. Default: "matmul", "attention" and
+            "collectives".
         plan: the plan, or its name, that names the units. Default: the model's own plan.
 
     Returns: the model.
     Raises: before anything is changed, PlanError `bad-recompute`, `unknown-op`, `cannot-save`; ModelError
         `no-recompute-units`, `nested-units`, `already-recomputed`, `foreign-recompute`; HandshakeError if the tp ranks
         differ. During a forward, ModelError `cache-in-recompute`, `foreign-recompute`.
-    Cost: the handshake of the tp ranks. Each step, a full unit runs its forward once more, with its collectives; "selective"
-        does not repeat what `save` names.
+    Cost: the handshake of the tp ranks. Each step, a full unit runs its forward once more, with its collectives;
+        "selective" does not repeat what `save` names.
     """
 
     def decide() -> ResolvedPlan:
@@ -161,8 +165,8 @@ def recompute_cost(model: nn.Module) -> dict[str, UnitCost]:
     Args:
         model: any model.
 
-    Returns: unit name -> `UnitCost`: bytes of inputs, numbers and bytes of saved results, numbers of forwards and replays.
-        No communication.
+    Returns: unit name -> `UnitCost`: bytes of inputs, numbers and bytes of saved results, numbers of forwards and
+        replays. No communication.
     """
     return {fqn: unit.cost() for fqn, unit in recompute_units_in(model)}
 

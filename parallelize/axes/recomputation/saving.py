@@ -15,15 +15,16 @@
 | aten.mm, ...    | a single op                                               | its results                                     |
 
 An overlapped linear is one op with its collective: `all_gather` saves the matmul's result too, and `reduce_scatter` and
-`all_reduce` repeat neither the matmul nor the message. The replay cache saves collectives, at no cost for other ops. PyTorch's
-selective checkpointing saves other ops, and intercepts every op of the unit. An op that draws random numbers (attention with
-dropout) is always repeated: skipping it would leave the generator in the wrong state for the ops after it.
+`all_reduce` repeat neither the matmul nor the message. The replay cache saves collectives, at no cost for other ops.
+PyTorch's selective checkpointing saves other ops, and intercepts every op of the unit. An op that draws random numbers
+(attention with dropout) is always repeated: skipping it would leave the generator in the wrong state for the ops after
+it.
 
-Limits of selective checkpointing: with saved ops, backward can run once, and an in-place write to a saved result is an error
-in backward. With collectives alone there are no such limits.
+Limits of selective checkpointing: with saved ops, backward can run once, and an in-place write to a saved result is an
+error in backward. With collectives alone there are no such limits.
 
 Source: Korthikanti et al., arXiv:2205.05198, sec. 5.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -178,8 +179,8 @@ class SavePolicy:
 def _of_ops(mode: Any, ops: frozenset[Any]) -> Any:
     """PyTorch's mode for these ops alone. It counts all ops, and refuses a replay that runs more than its forward did.
 
-    A unit of `fully_shard` inside of a recomputed one, as experts are that fold over data axes, does: outside of the forward of
-    the root it takes itself for the root, and gathers what was gathered.
+    A unit of `fully_shard` inside of a recomputed one, as experts are that fold over data axes, does: outside of the
+    forward of the root it takes itself for the root, and gathers what was gathered.
     """
     stock: Any = type(mode)
     mode.__class__, mode.ops = _mode_of_ops(stock), ops
@@ -221,7 +222,8 @@ def _draws(op: Any, args: tuple, kwargs: dict) -> bool:
 
 @lru_cache(maxsize=256)
 def _dropout_argument(op: Any) -> tuple[int, str] | None:
-    """(position, name) of the dropout probability of an op that draws random numbers; (-1, "") if it has no probability.
+    """(position, name) of the dropout probability of an op that draws random numbers; (-1, "") if it has no
+    probability.
 
     None for an op that draws no random numbers.
     """

@@ -1,17 +1,17 @@
 """How a recomputed unit runs: its forward without saved activations, and the same forward again in backward.
 
-The forward is intercepted on the instance, like that of planned modules (`planned_forward.py`): outside of the plan's boundary
-conversions, inside of the hooks of the user and of `fully_shard`. PyTorch's non-reentrant checkpoint runs it. This module adds
-what the checkpoint leaves to its caller:
+The forward is intercepted on the instance, like that of planned modules (`planned_forward.py`): outside of the plan's
+boundary conversions, inside of the hooks of the user and of `fully_shard`. PyTorch's non-reentrant checkpoint runs it.
+This module adds what the checkpoint leaves to its caller:
 
 - Every tensor of the arguments is passed to it as an argument of its own. So a write to the tensor between forward and
   backward is an error, and a tensor that was passed twice stays one tensor.
 - Key/value caches, to which a replay would append a second time, are not passed.
 - A replay makes the same decisions in overlapped linears as its forward.
 
-Under `torch.compile` the compiler gets the graph with the ops whose results are saved. A unit is one graph or none: where its
-forward would break the graph (dropout, experts that exchange tokens) Dynamo runs it in eager mode, or raises an error with
-`fullgraph=True`.
+Under `torch.compile` the compiler gets the graph with the ops whose results are saved. A unit is one graph or none:
+where its forward would break the graph (dropout, experts that exchange tokens) Dynamo runs it in eager mode, or raises
+an error with `fullgraph=True`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class UnitCost:
         save: names of what is saved.
         input_bytes: of inputs that require a gradient; masks and tables, which units share, are not counted.
         collectives, collective_bytes: number and size of the saved results of planned collectives.
-        ops, op_bytes: number and size of the saved results of other ops; the size is None if this torch does not report it.
+        ops, op_bytes: number and size of the saved results of other ops; the size is None if this torch does not report
+            it.
         forwards, replays: since `recompute` was called.
     """
 
@@ -169,7 +170,8 @@ def _replay_cache(kinds: frozenset[str], ops: frozenset[Any], copies: set[Result
 
 
 def _contexts(kinds: frozenset[str], ops: frozenset[Any], copies: set[ResultKey]) -> Any:
-    """The contexts for a compiler; for a forward that it leaves to eager mode, the contexts of the forward and replays."""
+    """The contexts for a compiler; for a forward that it leaves to eager mode, the contexts of the forward and
+    replays."""
     if traces_graph():
         return create_selective_checkpoint_contexts(traced_ops(kinds, ops))
     return SavePolicy(ops).contexts(_replay_cache(kinds, ops, copies))
@@ -222,7 +224,8 @@ def _disable_cache(position: int, model: nn.Module, args: tuple, kwargs: dict) -
 
 
 def _filled(cache: Any, layer: int) -> int:
-    """Tokens that a layer has in a cache; of a state that has no length (a convolution, a recurrence), 1 where it is not new."""
+    """Tokens that a layer has in a cache; of a state that has no length (a convolution, a recurrence), 1 where it is
+    not new."""
     layers = getattr(cache, "layers", ())
     own = layers[layer] if layer < len(layers) else None
     if own is None or hasattr(own, "get_seq_length"):

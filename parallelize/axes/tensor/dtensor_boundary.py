@@ -175,7 +175,7 @@ class GatheredForCode:
         return memo.setdefault(id(self), GatheredForCode(self.mesh, self.group, self.dim, self.is_local))
 
 
-# -- a plain full tensor, and the shard behind it -------------------------------------------------------------------------
+# -- a plain full tensor, and the shard behind it ----------------------------------------------------------------------
 
 
 def _gathered(shard: T, group: Group, dim: int) -> T:
@@ -186,8 +186,8 @@ def _gathered(shard: T, group: Group, dim: int) -> T:
 
 
 def partial_of_gathered(full: T) -> T | None:
-    """The same values, where `full` is what a block has gathered, for a reader whose gradient is one term of a sum: it is scattered
-    to the shards at once. None for any other tensor, one that was written to since included."""
+    """The same values, where `full` is what a block has gathered, for a reader whose gradient is one term of a sum: it
+    is scattered to the shards at once. None for any other tensor, one that was written to since included."""
     shard, group, dim, version = getattr(full, _SHARD, (None, None, 0, 0))
     if shard is None or group is None or full._version != version:
         return None

@@ -1,8 +1,8 @@
 """DTensors between two styles: made and gathered by one autograd Function each, with PyTorch's gradients.
 
-A norm under `SequenceParallel` returns a DTensor, and so does `PrepareModuleInput`, because the stock forward may compute with
-it. PyTorch's `from_local` and `redistribute` check and dispatch at every call. These Functions take the spec from a table and run
-this package's collectives.
+A norm under `SequenceParallel` returns a DTensor, and so does `PrepareModuleInput`, because the stock forward may
+compute with it. PyTorch's `from_local` and `redistribute` check and dispatch at every call. These Functions take the
+spec from a table and run this package's collectives.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def _asked_of(dtensor: WatchedDTensor) -> set[str]:
 
 
 def needs_placement(x: Any, source: Placement) -> None:
-    """Note that a planned module, which takes plain inputs for `source`, got a DTensor of another placement, which alone says so."""
+    """Note that a planned module, which takes plain inputs for `source`, got a DTensor of another placement, which
+    alone says so."""
     if isinstance(x, DTensor) and "asked" in x.__dict__ and x.placements != (source,):
         x.__dict__["asked"].add("placements")
 

@@ -1,4 +1,5 @@
-"""Arguments of a module that have a part for each head, such as ALiBi's biases: each rank takes the parts of its heads."""
+"""Arguments of a module that have a part for each head, such as ALiBi's biases: each rank takes the parts of its
+heads."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def local_inputs(
     group: Group,
     argument_of: Callable,
 ) -> tuple[Callable[[tuple, dict], Call], ...]:
-    """For each argument, a function from a call's arguments to those with this rank's part of it, or with a local width.
+    """For each argument, a function from a call's arguments to those with this rank's part of it, or with a local
+    width.
 
     argument_of: (module, name) to the position and name of an argument of its forward.
     """
@@ -55,7 +57,8 @@ def _with_own_part(argument: tuple[int, str], take: Callable[[Any], Any], args: 
 def own_part(value: Any, shard: InputShard, group: Group) -> Any:
     """The heads of this rank, of a tensor whose dim has all heads, once or for each sequence of the batch.
 
-    Anything but a tensor stays, and so does a dim of size 1, which is broadcast over the heads. The gradient is that of all heads.
+    Anything but a tensor stays, and so does a dim of size 1, which is broadcast over the heads. The gradient is that of
+    all heads.
 
     Raises: ShapeError `uneven-input`.
     """
@@ -106,8 +109,8 @@ class LocalWidth(T):
 
 
 def read_local_widths(module: nn.Module, widths: tuple[InputWidth, ...], argument_of: Any) -> tuple[Any, ...]:
-    """For each argument, a function from a call's arguments to those with a local width; the modules inside of `module`, and who called
-    it, get the full tensors.
+    """For each argument, a function from a call's arguments to those with a local width; the modules inside of
+    `module`, and who called it, get the full tensors.
 
     argument_of: (module, name) to the position and name of an argument of its forward.
     """
@@ -127,7 +130,10 @@ def with_local_width(x: Any, width: InputWidth) -> Any:
         return x
     size = x.shape[-1] * width.local
     if size % width.full:
-        what = f"the input {width.argument} has {x.shape[-1]} features, of which {width.local} of {width.full} heads have no whole number"
+        what = (
+            f"the input {width.argument} has {x.shape[-1]} features, of which {width.local} of {width.full} heads have "
+            "no whole number"
+        )
         raise ShapeError(Problem("uneven-input", what, fix="check the size under `local_inputs`"))
     local = x.as_subclass(LocalWidth)
     local.width, local.full = size // width.full, x
@@ -159,7 +165,8 @@ def _with_full_output(_: nn.Module, __: Any, output: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def divided_width(cls: Any) -> str:
-    """Where the forward of a class divides a variable by one of its attributes: "`C // self.n_head`, line 12 of a.py"; or ""."""
+    """Where the forward of a class divides a variable by one of its attributes: "`C // self.n_head`, line 12 of a.py";
+    or ""."""
     function = inspect.unwrap(cls.forward)
     tree = parsed(function)
     if tree is None:
@@ -218,7 +225,8 @@ def own_attribute(node: ast.AST, receiver: str) -> str:
 
 
 def attribute_path(node: ast.AST, receiver: str, names: Mapping[str, str] | None = None) -> str:
-    """`name` of `self.name`, and `name.inner` of `self.name.inner`; empty for any other expression. names: as of `local_names`."""
+    """`name` of `self.name`, and `name.inner` of `self.name.inner`; empty for any other expression. names: as of
+    `local_names`."""
     if isinstance(node, ast.Name):
         return (names or {}).get(node.id, "")
     if name := own_attribute(node, receiver):
@@ -228,7 +236,8 @@ def attribute_path(node: ast.AST, receiver: str, names: Mapping[str, str] | None
 
 
 def local_names(tree: ast.Module, receiver: str) -> dict[str, str]:
-    """The paths of names that a method binds once: of `core = self.core` it is `core: "core"`, of `table = core.emb` `table: "core.emb"`."""
+    """The paths of names that a method binds once: of `core = self.core` it is `core: "core"`, of `table = core.emb`
+    `table: "core.emb"`."""
     nodes = list(ast.walk(tree))
     bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
     bound.update(node.arg for node in nodes if isinstance(node, ast.arg))

@@ -1,7 +1,7 @@
 """The call sites of a plan at which a collective overlaps with matmuls, and how often each one did.
 
-A call site is one call of a collective matmul. It belongs to a row linear, to a column linear that converts its own input,
-or to a block whose converted input several column linears share (see `shared_input.py`).
+A call site is one call of a collective matmul. It belongs to a row linear, to a column linear that converts its own
+input, or to a block whose converted input several column linears share (see `shared_input.py`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def planned_call_sites(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Pl
 
 
 def _has_siblings(fqn: str, resolved: ResolvedPlan) -> bool:
-    """Whether other column linears of the module have the same input conversion, so that they likely share the input."""
+    """Whether other column linears of the module have the same input conversion, so that they likely share the
+    input."""
     parent, enter = fqn.rpartition(".")[0], resolved.modules[fqn].contract.enter
     return any(
         other != fqn
@@ -172,8 +173,8 @@ class CallSite:
         planned: what the plan says.
         deferred: receives the weight gradients that backward defers.
         calls: the number of forwards so far.
-        overlapped: the number of those whose collective overlapped with a matmul (in forward, or, for a replicated input,
-            in backward).
+        overlapped: the number of those whose collective overlapped with a matmul (in forward, or, for a replicated
+            input, in backward).
         reason: the last algorithm with the reason for it, or "sync" with a reason.
         choices: the algorithm for each kind of call, with the link profile that it was chosen by.
     """
@@ -192,7 +193,8 @@ class CallSite:
         return self  # copies of a model are counted together
 
     def algorithm(self, work: Callable[[], LinearWork], dtype: torch.dtype, device: torch.device) -> str:
-        """The algorithm for this call, which is counted. A graph of any size names none, and the op chooses by the sizes of the call."""
+        """The algorithm for this call, which is counted. A graph of any size names none, and the op chooses by the
+        sizes of the call."""
         if self.planned.requested == "auto" and torch.compiler.is_compiling():
             return "auto" if (device.type, dtype) in self.group.profiles else "sync"
         choice = self._chosen(work, dtype, device)

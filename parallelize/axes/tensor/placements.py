@@ -137,7 +137,8 @@ def convert(
 
 
 def even_shard(x: torch.Tensor, source: Placement) -> torch.Tensor | None:
-    """The plain even shard that an input is, or that its DTensor stores, of the placement `source`; None for any other."""
+    """The plain even shard that an input is, or that its DTensor stores, of the placement `source`; None for any
+    other."""
     if not source.is_shard():
         return None
     if not isinstance(x, DTensor):
@@ -159,7 +160,8 @@ def as_dtensor(y: torch.Tensor, mesh: DeviceMesh, placement: Placement, full: in
 
 
 def dim_of(placement: Placement) -> int:
-    """The dim that a placement splits: `Shard` and what `fully_shard` makes of it have one, `Placement` declares none."""
+    """The dim that a placement splits: `Shard` and what `fully_shard` makes of it have one, `Placement` declares
+    none."""
     return placement.dim  # type: ignore[attr-defined]
 
 
@@ -189,6 +191,12 @@ def wrong_float8_widths(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[P
         widths = {weight.layout.local_size(rank) for rank in range(weight.layout.num_ranks)}
         wrong = sorted(width for width in widths if width % _MULTIPLE)
         if full % _MULTIPLE == 0 and wrong:
-            what = f"{fqn} computes in float8, whose matmuls take multiples of {_MULTIPLE}, and a rank has {wrong[0]} of {full} features"
-            fix = f"fewer ranks of tp, or leave it out where torchao converts the model: module_filter_fn=lambda _, name: name != {fqn!r}"
+            what = (
+                f"{fqn} computes in float8, whose matmuls take multiples of {_MULTIPLE}, and a rank has {wrong[0]} of "
+                f"{full} features"
+            )
+            fix = (
+                "fewer ranks of tp, or leave it out where torchao converts the model: module_filter_fn=lambda _, "
+                f"name: name != {fqn!r}"
+            )
             yield Problem("float8-width", what, row.rule.where, fix=fix)

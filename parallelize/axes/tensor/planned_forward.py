@@ -1,7 +1,7 @@
 """What a planned module runs: conversion of its input, its own forward on local parameters, conversion of its output.
 
-Every style is installed as an instance-level `forward`. That costs less than hooks, leaves the user's hooks outside, and
-survives `copy.deepcopy`: it is a bound method, whose state is in the module's `_applied`.
+Every style is installed as an instance-level `forward`. That costs less than hooks, leaves the user's hooks outside,
+and survives `copy.deepcopy`: it is a bound method, whose state is in the module's `_applied`.
 """
 
 from __future__ import annotations
@@ -43,18 +43,21 @@ class ModuleRuntime:
         leave: conversion of the output, or None. Of a tuple, it converts the first item.
         stock: the forward that was set on the instance before, or None for that of the class.
         hide_bias: add the bias after `leave`, so that the reduction of partial outputs does not sum it.
-        bias_group: where that may leave a shard of the features, the group over which they are sharded: the bias is full on
-            every rank, and the part for this rank's features is added.
+        bias_group: where that may leave a shard of the features, the group over which they are sharded: the bias is
+            full on every rank, and the part for this rank's features is added.
         overlap: what runs this module where its collective overlaps with its matmul: an `OverlappedRowLinear` or a
             `SharedInput`. `plain` is then the forward without overlap, and `index` the module's index among those that
             share an input.
         ahead: of experts, and of a module that is computed while their results return: that module's `ComputedAhead`.
-        shows_local: forwards of parents that run now and read its parameters, for which its attributes stay local tensors.
-        alone: of a layer with adapters, its forward outside of the module that calls them. is_inside: that module runs now.
-        effective: what adapters that run now make of a local parameter, by key. Called in the module's own forward, in which ZeRO 3 has
-            gathered its parameters.
+        shows_local: forwards of parents that run now and read its parameters, for which its attributes stay local
+            tensors.
+        alone: of a layer with adapters, its forward outside of the module that calls them. is_inside: that module runs
+            now.
+        effective: what adapters that run now make of a local parameter, by key. Called in the module's own forward, in
+            which ZeRO 3 has gathered its parameters.
         inputs: functions from a call's arguments to those with this rank's part of one of them.
-        bias_scale: of a row linear whose output an adapter scales before the reduction: 1 on the rank that adds its bias, else 0.
+        bias_scale: of a row linear whose output an adapter scales before the reduction: 1 on the rank that adds its
+            bias, else 0.
     """
 
     __slots__ = (
@@ -132,7 +135,8 @@ def run_inside(module: nn.Module, planned: ModuleRuntime, forward: Callable) -> 
 
 
 def read_changed_parameters(module: nn.Module) -> None:
-    """Let a planned module run a forward that asks for what adapters make of its parameters (`ModuleRuntime.effective`)."""
+    """Let a planned module run a forward that asks for what adapters make of its parameters
+    (`ModuleRuntime.effective`)."""
     if module.__dict__["forward"].__func__ is _weight_only_forward:
         module.__dict__["forward"] = MethodType(_stock, module)
 
@@ -239,7 +243,8 @@ def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 FIX_SHAPES = (
-    "list the head counts and widths that it reads under `local:`; check that each `colwise` is followed by a `rowwise`; modules "
+    "list the head counts and widths that it reads under `local:`; check that each `colwise` is followed by a "
+    "`rowwise`; modules "
     "that are shared or get adapters: share them before the plan, and merge adapters before it"
 )
 FIX_WIDTHS = (
@@ -254,7 +259,8 @@ def is_shape_error(error: RuntimeError) -> bool:
 
 
 def misread_shard(module: nn.Module, error: RuntimeError) -> ModelError:
-    """The error of a stock forward that expects a full shape and gets a shard's, most often for want of a local head count."""
+    """The error of a stock forward that expects a full shape and gets a shard's, most often for want of a local head
+    count."""
     advice = advice_on_widths(type(module))
     numbers = [f"{k} = {v}" for k, v in vars(module).items() if type(v) is int and v > 1 and not k.startswith("_")]
     return ModelError(
@@ -338,7 +344,8 @@ def _traced(
     converted: Mapping[str, Conversion] = _NONE,
     replaced: Mapping[str, torch.Tensor | None] | None = None,
 ) -> Any:
-    """The same for Dynamo, which in torch 2.11 can trace a store into `_parameters` but not a removal from a dictionary.
+    """The same for Dynamo, which in torch 2.11 can trace a store into `_parameters` but not a removal from a
+    dictionary.
 
     replaced: other tensors to read for some parameters.
     """

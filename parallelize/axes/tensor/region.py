@@ -1,8 +1,8 @@
 """The sequence-parallel region at run time: its entry, its exit, and the sequence length inside.
 
-Every rank has a shard of ceil(S/P) tokens inside the region, padded where needed, so the sequence length S cannot be derived
-from a shard. The region records it at the entry. A recompute in backward looks it up among the forwards whose autograd
-graphs still exist.
+Every rank has a shard of ceil(S/P) tokens inside the region, padded where needed, so the sequence length S cannot be
+derived from a shard. The region records it at the entry. A recompute in backward looks it up among the forwards whose
+autograd graphs still exist.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Region:
 
     @contextmanager
     def selecting(self, select: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-        """A context in which blocks compute other tokens too: `select` returns the region's tokens of their partial outputs."""
+        """A context in which blocks compute other tokens too: `select` returns the region's tokens of their partial
+        outputs."""
         self._select = select
         try:
             yield
@@ -174,7 +175,8 @@ class Region:
             raise ModelError(
                 Problem(
                     "ambiguous-sequence",
-                    f"recompute may belong to forwards of {sorted(candidates)} tokens, which all have shards of {shard_size} tokens",
+                    f"recompute may belong to forwards of {sorted(candidates)} tokens, which all have shards of "
+                    f"{shard_size} tokens",
                     fix=f"run backward before the next forward, or pad sequences to a multiple of {self.group.size}",
                 )
             )

@@ -1,9 +1,9 @@
 """One input that several column linears read, such as the input of q, k and v.
 
-When the block is called, the outputs of all its column linears are computed together, overlapped with the communication of
-the input. The block's stock forward then calls the linears one after another, and each call returns the output that was
-computed ahead. The plan says which linears read the input. A linear that several forwards did not call with it is no longer
-computed ahead.
+When the block is called, the outputs of all its column linears are computed together, overlapped with the communication
+of the input. The block's stock forward then calls the linears one after another, and each call returns the output that
+was computed ahead. The plan says which linears read the input. A linear that several forwards did not call with it is
+no longer computed ahead.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class SharedInput:
         return full
 
     def _parameters(self, index: int) -> list[T]:
-        """A linear's parameters as its next forward would read them, stored and local: a write changes either's version."""
+        """A linear's parameters as its next forward would read them, stored and local: a write changes either's
+        version."""
         planned = applied(self.linears[index]).planned
         assert planned is not None
         parameters: dict[str, Any] = self.linears[index]._parameters
@@ -233,9 +234,10 @@ class SharedConversion:
     Args:
         convert: its result must be no view of its input, which would then live as long as this object.
 
-    The result lives as long as that input, until another input comes, or until a recomputed unit ends. Such a unit shares
-    nothing with what runs outside of it, so that its replays send what its forward did. Inference tensors have no version, so
-    that a change of one could not be seen: each is converted anew. So it is in compiled graphs and in captured ones.
+    The result lives as long as that input, until another input comes, or until a recomputed unit ends. Such a unit
+    shares nothing with what runs outside of it, so that its replays send what its forward did. Inference tensors have
+    no version, so that a change of one could not be seen: each is converted anew. So it is in compiled graphs and in
+    captured ones.
     """
 
     __slots__ = ("_last", "convert")

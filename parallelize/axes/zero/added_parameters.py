@@ -1,7 +1,9 @@
-"""Parameters that train only since data axes were applied: what was unfrozen, added, or replaced; under ZeRO 3 adapters alone.
+"""Parameters that train only since data axes were applied: what was unfrozen, added, or replaced; under ZeRO 3 adapters
+alone.
 
-Both are taken in before a forward, before a step of several backwards, and before an optimizer is built. Ranks of the data axes must
-do so together: they compare the names. Values of added parameters are those of the first rank, as ranks may not be seeded alike.
+Both are taken in before a forward, before a step of several backwards, and before an optimizer is built. Ranks of the
+data axes must do so together: they compare the names. Values of added parameters are those of the first rank, as ranks
+may not be seeded alike.
 """
 
 from __future__ import annotations
@@ -109,8 +111,8 @@ class AddedParameters:
     def take(self) -> None:
         """Reduce, and let optimizers step, what trains by now.
 
-        Raises: HandshakeError `ranks-disagree`, `ranks-missing` where data ranks do not train the same parameters; ModelError
-            `added-parameter` for what cannot be added any more.
+        Raises: HandshakeError `ranks-disagree`, `ranks-missing` where data ranks do not train the same parameters;
+            ModelError `added-parameter` for what cannot be added any more.
         """
         module = self._module()
         if module is None:
@@ -143,7 +145,8 @@ class AddedParameters:
     def _is_beside_units(self, units: FsdpEngine, parameter: ReducedParameter) -> bool:
         """Whether a parameter is of an adapter that `fully_shard` has not sharded.
 
-        Raises: ModelError `added-parameter` of one that was copied from shards, and where compute is narrower than what is stored.
+        Raises: ModelError `added-parameter` of one that was copied from shards, and where compute is narrower than what
+            is stored.
         """
         name = parameter.name
         if not is_adapter_parameter(name) or name in units.names:
@@ -161,7 +164,8 @@ class AddedParameters:
         return [shard for shard in self._shards if id(shard.param) not in current]
 
     def _drop(self, shards: list[OptimizerShard]) -> None:
-        """Raises: ModelError `added-parameter` of experts over `ep`: which ranks sum what replaced them is not known."""
+        """Raises: ModelError `added-parameter` of experts over `ep`: which ranks sum what replaced them is not
+        known."""
         record = record_of(self._module())  # type: ignore[arg-type]
         rows = rows_by_name(record) if record is not None else {}
         folded = [shard.name for shard in shards if shard.name in rows and rows[shard.name].axis == "ep"]
@@ -204,7 +208,10 @@ class AddedParameters:
         """Raises: ModelError `added-parameter` for dropout that came with the parameters, on several data ranks."""
         new = [inner for inner in _dropouts(module) if inner not in self._dropouts]
         if new and data_group(self._mesh).size > 1:
-            what = f"parameters were added after shard_data, with dropout of {new[0].p:g}, whose masks would depend on the mesh"
+            what = (
+                f"parameters were added after shard_data, with dropout of {new[0].p:g}, whose masks would depend on "
+                "the mesh"
+            )
             fix = (
                 "a rate of 0 (lora_dropout=0), or add them first: get_peft_model(model, config), then parallelize_model"
             )

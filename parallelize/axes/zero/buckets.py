@@ -1,9 +1,9 @@
 """Gradients that are reduced together: flat buffers, and the offset of each parameter's gradient in them.
 
-There are two kinds of bucket. After an all-reduce, every rank has the sums of all gradients, which stay views of the buffer.
-After a reduce-scatter, each rank has the sums of its own shard (dim 0, split as `torch.chunk` splits), and the buffer is
-returned to a pool. Both send one extra number per parameter, which counts the ranks that had a gradient at all: a parameter
-that is unused here and used elsewhere must get the gradient of the other ranks.
+There are two kinds of bucket. After an all-reduce, every rank has the sums of all gradients, which stay views of the
+buffer. After a reduce-scatter, each rank has the sums of its own shard (dim 0, split as `torch.chunk` splits), and the
+buffer is returned to a pool. Both send one extra number per parameter, which counts the ranks that had a gradient at
+all: a parameter that is unused here and used elsewhere must get the gradient of the other ranks.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ class AllReduceBucket(Bucket):
             param.grad = as_gradient(param, view)
 
     def reopen(self) -> None:
-        """Divide sums by the number of ranks: a backward adds to them, and the next all-reduce multiplies them again."""
+        """Divide sums by the number of ranks: a backward adds to them, and the next all-reduce multiplies them
+        again."""
         if self.reduced and any(param.grad is not None for param in self.params):
             for param, view in zip(self.params, self.views, strict=True):
                 if param.grad is not None:  # which the user may have replaced
@@ -186,7 +187,8 @@ class BufferPool:
         self._free: list[T] = []
 
     def take(self, count: int, dtype: torch.dtype, device: torch.device) -> T:
-        """A flat, uninitialized tensor of `count` elements: the smallest free buffer that is large enough, or a new one."""
+        """A flat, uninitialized tensor of `count` elements: the smallest free buffer that is large enough, or a new
+        one."""
         fitting = [x for x in self._free if x.dtype == dtype and x.device == device and len(x) >= count]
         if not fitting:
             return torch.empty(count, dtype=dtype, device=device)
@@ -263,7 +265,8 @@ class ReduceScatterBucket(Bucket):
         self.pending = [_reduce_scatter(self._output, self._input, self.shard, self.pool)]
 
     def _pack(self, by_rank: T, slot: _Slot, grad: T | None) -> None:
-        """Copy a gradient into the buffer, the rows of each rank to that rank's part; zeros for None and for padding."""
+        """Copy a gradient into the buffer, the rows of each rank to that rank's part; zeros for None and for
+        padding."""
         count, part = self.shard.size, by_rank[:, slot.offset : slot.stop]
         if grad is None:
             part.zero_()

@@ -1,9 +1,10 @@
 """ZeRO 3: the ranks of the data axes gather and reduce the same units in the same order.
 
-A rank that skips a unit which the others run would give its shard of another unit to their all-gather: wrong weights where sizes
-agree, and a hang or an abort where they do not. So every message is announced here before it is sent. Nothing is compared as
-long as each message is the one that came after the same messages the last time: of two ranks that differ, at least one then does
-something else. That rank meets the others in the store before it goes on, and says what it does.
+A rank that skips a unit which the others run would give its shard of another unit to their all-gather: wrong weights
+where sizes agree, and a hang or an abort where they do not. So every message is announced here before it is sent.
+Nothing is compared as long as each message is the one that came after the same messages the last time: of two ranks
+that differ, at least one then does something else. That rank meets the others in the store before it goes on, and says
+what it does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 
 _CONTEXT = 4
-"""The number of messages by which the next one is predicted: modules that run more than once have several successors."""
+"""The number of messages by which the next one is predicted: modules that run more than once have several
+successors."""
 _PART_OF_TIMEOUT = 0.8
 """A rank waits in the store for less time than the others in their collective, so that they find its error."""
 _FIX = (
@@ -40,8 +42,8 @@ class UnitOrder:
         units: (name, module) of each module to which `fully_shard` was applied.
         group: the ranks along all data axes.
 
-    Cost: a meeting in the store for each message that was not predicted: in the first passes, and where a model runs its units
-        in another order than the last time. Nothing else is sent.
+    Cost: a meeting in the store for each message that was not predicted: in the first passes, and where a model runs
+        its units in another order than the last time. Nothing else is sent.
     """
 
     def __init__(self, units: Sequence[tuple[str, Any]], group: Group):
@@ -96,7 +98,8 @@ class UnitOrder:
             raise
 
     def _meet(self, message: str, usual: str | None) -> None:
-        """Compare this rank's next message with that of the others, which meet it if theirs is not the usual one either."""
+        """Compare this rank's next message with that of the others, which meet it if theirs is not the usual one
+        either."""
         key = f"{self._prefix}/{self._runs}/{self._meetings}"
         self._meetings += 1
         rank, line = self.group.ranks[self.group.rank], f"{self._count} {message}"

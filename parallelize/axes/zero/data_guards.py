@@ -1,4 +1,5 @@
-"""Guards of data axes and of optimizers, as rows of the table in `state/guards/guard_table.py`, and the steps that they refuse."""
+"""Guards of data axes and of optimizers, as rows of the table in `state/guards/guard_table.py`, and the steps that they
+refuse."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class DataRanks:
         spec = mesh_spec(folded)
         return cls(folded, tuple(axis for axis in ("dp_replicate", "edp") if spec.ranks(axis) > 1), "edp", zero)
 
-    # no cached properties: before Python 3.12 all of a class share a lock, which a rank that makes a group would hold while it
-    # waits for ranks that are other threads
+    # no cached properties: before Python 3.12 all of a class share a lock, which a rank that makes a group would hold
+    # while it waits for ranks that are other threads
 
     @property
     def split_group(self) -> Group:
@@ -108,8 +108,8 @@ class GradientSize(NamedTuple):
 def partition(gradients: Sequence[GradientSize], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
     """Yield the indices of `gradients` by bucket, in the order in which backward fills them.
 
-    Backward goes from the last gradient to the first; late gradients come at the end. A bucket is closed once it contains
-    `bucket_bytes`.
+    Backward goes from the last gradient to the first; late gradients come at the end. A bucket is closed once it
+    contains `bucket_bytes`.
     """
     for late in (False, True):
         open_buckets: dict[Any, list[int]] = {}

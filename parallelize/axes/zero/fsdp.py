@@ -34,8 +34,8 @@ from parallelize.state.sharding import shared_of_parameters
 class FsdpEngine:
     """The calls of a pipeline engine (see `Reducer`), for a model under `fully_shard`.
 
-    A backward must not be split into dgrad and wgrad: each half would gather and reduce.
-    Parameters that were added since are stored in full, and reduced by `added`, which is set after the units were sharded.
+    A backward must not be split into dgrad and wgrad: each half would gather and reduce. Parameters that were added
+    since are stored in full, and reduced by `added`, which is set after the units were sharded.
     """
 
     splits_backward = False
@@ -190,7 +190,8 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
 
 
 def _folded_experts(module: nn.Module) -> list[str]:
-    """The modules of experts that are folded over data axes, whose copies other ranks have than those of dense parameters.
+    """The modules of experts that are folded over data axes, whose copies other ranks have than those of dense
+    parameters.
 
     Raises: ModelError `experts-not-shardable`.
     """
@@ -220,9 +221,9 @@ def _expert_placements(module: nn.Module, name: str) -> Callable[[Any], Shard]:
 def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:
     """Reshard a unit with a deferred head before its forward, which then gathers the current parameters.
 
-    The unit stays gathered after its forward, until a backward reshards it. After a forward without a backward (evaluation,
-    generation), an optimizer may have stepped since. Earlier forwards whose backward is still to come find the unit gathered
-    again, in the same storage.
+    The unit stays gathered after its forward, until a backward reshards it. After a forward without a backward
+    (evaluation, generation), an optimizer may have stepped since. Earlier forwards whose backward is still to come find
+    the unit gathered again, in the same storage.
     """
     if private.backward_id() != -1:  # recompute: the backward that replays has gathered the unit
         return
@@ -233,13 +234,17 @@ def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:
 
 def _refuse_copy(memo: dict) -> NoReturn:
     """Raises: ModelError `sharded-copy`."""
-    what = "a model is copied (copy.deepcopy, AveragedModel) whose parameters ZeRO 3 shards, which `fully_shard` does not support"
+    what = (
+        "a model is copied (copy.deepcopy, AveragedModel) whose parameters ZeRO 3 shards, which `fully_shard` does not "
+        "support"
+    )
     fix = "zero=2; or average the shards: lerp_ on [p.detach().clone() for p in model.parameters()], once a step"
     raise ModelError(Problem("sharded-copy", what, fix=fix))
 
 
 def _refuse_gradient_hooks(module: nn.Module, args: Any) -> None:
-    """Raises: ModelError `hook-not-run`: `fully_shard` sets the gradient of a parameter without running its tensor hooks."""
+    """Raises: ModelError `hook-not-run`: `fully_shard` sets the gradient of a parameter without running its tensor
+    hooks."""
     data = applied(module).data
     if not torch.is_grad_enabled() or data is None:
         return
@@ -305,5 +310,8 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        what = "a derivative by the model's input is differentiated again, and ZeRO 3 has freed the parameters that it needs"
+        what = (
+            "a derivative by the model's input is differentiated again, and ZeRO 3 has freed the parameters that it "
+            "needs"
+        )
         raise ModelError(Problem("double-backward", what, fix="zero=2, whose ranks have all parameters"))

@@ -47,23 +47,25 @@ def build_optimizer(
 ) -> Optimizer:
     """Build an optimizer of any class for a model after `shard_data`, or for one without data axes.
 
-    It is an instance of that class: schedulers, `param_groups`, `state_dict` and `zero_grad` work as usual. Its state is
-    stored as the ZeRO stage says, as DTensors. Where it steps float32 copies of narrower weights, its `state_dict()` has them
-    as "masters"; `load_state_dict` raises ModelError `master-of-other-shape` for those of another mesh.
+    It is an instance of that class: schedulers, `param_groups`, `state_dict` and `zero_grad` work as usual. Its state
+    is stored as the ZeRO stage says, as DTensors. Where it steps float32 copies of narrower weights, its `state_dict()`
+    has them as "masters"; `load_state_dict` raises ModelError `master-of-other-shape` for those of another mesh.
 
     Args:
         module: the model, after `parallelize_module` and `shard_data`.
         optimizer: the class, such as `torch.optim.AdamW`.
         params: parameters of the model, or groups of them. Default: all that require a gradient.
         elementwise: True says that each element's update needs only that element, for a class that is not known here.
-        offload_state: keep its state in host memory between steps. A step moves that of some parameters at a time to their device
-            and back, for a class that updates each element by itself; that of all at once for others.
+        offload_state: keep its state in host memory between steps. A step moves that of some parameters at a time to
+            their device and back, for a class that updates each element by itself; that of all at once for others.
         options: keyword arguments of the class.
 
     Returns: the optimizer.
     Raises: ModelError `not-elementwise` for a class that cannot work on shards, with the reason; `foreign-parameter`;
-        `state-not-offloaded`; those of the class; `unmanaged-parameter` for a model that got parameters after `shard_data`.
-    Cost: building sends nothing. Under ZeRO 1 and 2 each step ends with an all-gather of the parameters that it has stepped.
+        `state-not-offloaded`; those of the class; `unmanaged-parameter` for a model that got parameters after
+        `shard_data`.
+    Cost: building sends nothing. Under ZeRO 1 and 2 each step ends with an all-gather of the parameters that it has
+        stepped.
     """
     name = optimizer.__name__
     data = data_of(module)
@@ -156,7 +158,8 @@ def _is_sharded(parameter: Any) -> bool:
 
 
 def _stepped(item: Any, module: nn.Module, shards: dict[int, OptimizerShard]) -> Any:
-    """A parameter, a (name, parameter) pair or a group of them, with what the optimizer steps instead of each parameter."""
+    """A parameter, a (name, parameter) pair or a group of them, with what the optimizer steps instead of each
+    parameter."""
     if isinstance(item, dict):
         params = item["params"]
         params = [params] if isinstance(params, torch.Tensor) else params

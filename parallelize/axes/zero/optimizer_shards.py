@@ -23,7 +23,8 @@ T = torch.Tensor
 
 
 def split_spec(param: Any, mesh: DeviceMesh, axis: str) -> Any:
-    """The spec of a parameter that `axis` shards along dim 0, in addition to tensor parallelism: as `fully_shard` does."""
+    """The spec of a parameter that `axis` shards along dim 0, in addition to tensor parallelism: as `fully_shard`
+    does."""
     local = to_local(param)
     if isinstance(param, DTensor):
         tp = mesh_spec(param.device_mesh).names[0]
@@ -102,7 +103,8 @@ class OptimizerShard:
 
     @property
     def gradient(self) -> Any:
-        """`stepped.grad`: all of the parameter's own gradient, in the dtype of `stepped`; in a step this rank's rows of it."""
+        """`stepped.grad`: all of the parameter's own gradient, in the dtype of `stepped`; in a step this rank's rows of
+        it."""
         if self._steps:
             return self._rows
         grad = self._widened()
@@ -123,8 +125,8 @@ class OptimizerShard:
         self.param.grad = grad
 
     def _widened(self) -> Any:
-        """The parameter's gradient, after it was converted to the dtype of `stepped`, where gradients are summed in a narrower
-        one: scaling must not round it."""
+        """The parameter's gradient, after it was converted to the dtype of `stepped`, where gradients are summed in a
+        narrower one: scaling must not round it."""
         grad = self.param.grad
         if grad is not None and grad.dtype != self.stepped.dtype:
             local = to_local(grad).to(self.stepped.dtype)
@@ -132,7 +134,8 @@ class OptimizerShard:
         return self.param.grad
 
     def _wrapped(self, grad: Any) -> Any:
-        """A full gradient on the mesh of `stepped`, so that it can be computed with; the same object while it is in use."""
+        """A full gradient on the mesh of `stepped`, so that it can be computed with; the same object while it is in
+        use."""
         wrapper = None if self._wrapper is None else self._wrapper()
         if wrapper is None or to_local(wrapper) is not to_local(grad):
             wrapper = wrap_like(self.stepped, to_local(grad), _without_split(private.spec_of(self.stepped)))
@@ -140,12 +143,14 @@ class OptimizerShard:
         return wrapper
 
     def _replicated(self, value: Any) -> Any:
-        """A gradient on the mesh of `stepped` with the rows of all ranks: gathered where it has those of this rank alone."""
+        """A gradient on the mesh of `stepped` with the rows of all ranks: gathered where it has those of this rank
+        alone."""
         placements = (Replicate(), *value.placements[1:])
         return value if value.placements[0] == placements[0] else value.redistribute(placements=placements)
 
     def add_to_gradient(self, local: T) -> None:
-        """Add to the summed gradient what is the same on all data ranks. local: shaped like the parameter's local tensor."""
+        """Add to the summed gradient what is the same on all data ranks. local: shaped like the parameter's local
+        tensor."""
         rows = local if self._is_full else self.slice_of(local)
         grad = self.param.grad
         if grad is not None:
@@ -156,7 +161,8 @@ class OptimizerShard:
             self._set(wrap_like(self.param, rows, self.spec))
 
     def begin_step(self) -> None:
-        """Follow the parameter to new storage (after `.to()`), and let `stepped.grad` be this rank's rows of the gradient."""
+        """Follow the parameter to new storage (after `.to()`), and let `stepped.grad` be this rank's rows of the
+        gradient."""
         if not self.has_master:
             current = self.slice_of(to_local(self.param).detach())
             stepped = to_local(self.stepped)
@@ -198,9 +204,9 @@ class OptimizerShard:
     def follow_edits(self) -> None:
         """Before a step: copy to the master the elements of the parameter that were written since `publish`.
 
-        An edit (`mul_`, `clamp_`, weights swapped in, pruned or drawn again) has the precision of the parameter; all other
-        elements keep that of the master. Elements are compared with the rounded master, because `.data` and DTensors are
-        written without a trace. On an accelerator nothing is read back: the host does not wait.
+        An edit (`mul_`, `clamp_`, weights swapped in, pruned or drawn again) has the precision of the parameter; all
+        other elements keep that of the master. Elements are compared with the rounded master, because `.data` and
+        DTensors are written without a trace. On an accelerator nothing is read back: the host does not wait.
         """
         if not self.has_master:
             return
@@ -217,7 +223,8 @@ class OptimizerShard:
         self._is_loaded = True
 
     def reload(self) -> None:
-        """Copy the parameter to the master, after weights were loaded; to a loaded master, where they are not its own."""
+        """Copy the parameter to the master, after weights were loaded; to a loaded master, where they are not its
+        own."""
         if self._is_loaded:
             self.follow_edits()
         elif self.has_master:

@@ -1,4 +1,5 @@
-"""The parameters of a model as ZeRO 0 to 2 sees them: which ranks sum each gradient, and what an optimizer steps of each."""
+"""The parameters of a model as ZeRO 0 to 2 sees them: which ranks sum each gradient, and what an optimizer steps of
+each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Gradients summed over the data axes while backward runs.
 
-A hook on each parameter sees its finished gradient; when a bucket has all of its gradients, it is sent. Buckets are sent in
-the same order on every rank. In a plain loop each backward ends with its gradients reduced. An engine that runs several
-backwards per step controls this: `hold`, `release` before a stage's last backward, `flush` after each, `finish` at the end.
+A hook on each parameter sees its finished gradient; when a bucket has all of its gradients, it is sent. Buckets are
+sent in the same order on every rank. In a plain loop each backward ends with its gradients reduced. An engine that runs
+several backwards per step controls this: `hold`, `release` before a stage's last backward, `flush` after each, `finish`
+at the end.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ IN_FLIGHT = 1
 class ReducedParameter:
     """A parameter whose gradient is reduced.
 
-    `stage`: of the pipeline. `late`: its gradient is known only when a step ends. `uses`: how often a backward adds to it.
-    `groups`: the ranks that sum it, which are others for experts that are folded over data axes.
+    `stage`: of the pipeline. `late`: its gradient is known only when a step ends. `uses`: how often a backward adds to
+    it. `groups`: the ranks that sum it, which are others for experts that are folded over data axes.
     """
 
     name: str
@@ -51,7 +52,8 @@ class ReducedParameter:
 
     @property
     def is_split(self) -> bool:
-        """Whether a rank keeps some rows of the gradient. A scalar has none; an expert may have no copy on a rank to split it with."""
+        """Whether a rank keeps some rows of the gradient. A scalar has none; an expert may have no copy on a rank to
+        split it with."""
         return self.groups.shard is not None and self.param.ndim > 0
 
 
@@ -61,10 +63,10 @@ class Reducer:
     Args:
         managed: the parameters whose gradients are reduced.
         dtype: the dtype of the sums. None: each parameter's own.
-        frozen: parameters that require no gradient now. One that has a gradient at the end of a step, and was not given to
-            `manage`, is refused.
-        current: returns the names and parameters of the model as it is now. One that was added is refused at the end of a
-            step in which it has a gradient.
+        frozen: parameters that require no gradient now. One that has a gradient at the end of a step, and was not given
+            to `manage`, is refused.
+        current: returns the names and parameters of the model as it is now. One that was added is refused at the end of
+            a step in which it has a gradient.
         after: called when all gradients of a step are reduced.
         specs: id of a parameter -> the spec of its split gradient.
         defer: ZeRO 2 reduces once per step too, and stores full gradients until then.
@@ -105,7 +107,8 @@ class Reducer:
 
     def manage(self, parameters: Sequence[ReducedParameter]) -> None:
         """Reduce the gradients of these parameters from now on: between two backwards, on all data ranks."""
-        # what is not split is stored in full, and reduced once per step: a backward would add to sums that are on their way
+        # what is not split is stored in full, and reduced once per step: a backward would add to sums that are on their
+        # way
         managed = [replace(p, late=p.late or (self.splits and not p.is_split)) for p in parameters]
         ids = {id(parameter.param) for parameter in managed}
         self.frozen = [parameter for parameter in self.frozen if id(parameter.param) not in ids]
@@ -133,7 +136,8 @@ class Reducer:
 
         ids: of parameters. The others of their buckets get new ones.
 
-        Raises: ModelError `added-parameter` where these others have gradients, of which the new buckets would know nothing.
+        Raises: ModelError `added-parameter` where these others have gradients, of which the new buckets would know
+            nothing.
         """
         changed = [bucket for bucket in self.buckets if ids & {id(param) for param in bucket.params}]
         others = {id(param): param for bucket in changed for param in bucket.params if id(param) not in ids}
@@ -163,7 +167,8 @@ class Reducer:
         return self.dtype or param.dtype
 
     def thawed(self) -> list[ReducedParameter]:
-        """Those that were frozen and train now, except copies of a tied parameter, of which other stages know nothing."""
+        """Those that were frozen and train now, except copies of a tied parameter, of which other stages know
+        nothing."""
         return [parameter for parameter in self.frozen if parameter.param.requires_grad and not parameter.late]
 
     def _make_buckets(self, managed: Sequence[ReducedParameter]) -> Iterable[Bucket]:
@@ -262,7 +267,8 @@ class Reducer:
     # -- calls of an engine ---------------------------------------------------------------------------------------
 
     def hold(self, auto_flush: bool = False) -> None:
-        """Begin a step of several backwards. Nothing is reduced before `release`, unless ZeRO 2 reduces in each backward.
+        """Begin a step of several backwards. Nothing is reduced before `release`, unless ZeRO 2 reduces in each
+        backward.
 
         `auto_flush`: the caller does not call `flush`; the end of each backward does.
         """
@@ -308,7 +314,8 @@ class Reducer:
             self.after()
 
     def reduces(self, name: str, param: Any) -> bool:
-        """Whether a parameter was the model's when it was sharded. One that was frozen then is refused by its gradient."""
+        """Whether a parameter was the model's when it was sharded. One that was frozen then is refused by its
+        gradient."""
         return id(param) in self._known
 
     def reset(self) -> None:
@@ -333,8 +340,14 @@ class Reducer:
         self._ran_forward = True
         ranks = max((bucket.num_ranks for bucket in self.buckets), default=1)
         if ranks > 1:
-            text = f"a backward without a forward of the model since the last one: its gradients are summed over {ranks} data ranks. "
-            text += f"Divide a penalty on weights by {ranks}, or use parallelize.add_penalty, which counts it once on every mesh"
+            text = (
+                f"a backward without a forward of the model since the last one: its gradients are summed over {ranks} "
+                "data ranks. "
+            )
+            text += (
+                f"Divide a penalty on weights by {ranks}, or use parallelize.add_penalty, which counts it once on "
+                "every mesh"
+            )
             _warn_once(text)
 
     def _refuse_unmanaged(self) -> None:
@@ -356,8 +369,8 @@ def _warn_once(text: str) -> None:
 def _call(method: weakref.WeakMethod) -> Callable[..., None]:
     """A hook that calls a method of the reducer and does not keep it alive. The model does that.
 
-    Python's garbage collector does not see what a parameter's hooks refer to. A hook that kept the reducer, which has the model,
-    would keep every model of the process in memory.
+    Python's garbage collector does not see what a parameter's hooks refer to. A hook that kept the reducer, which has
+    the model, would keep every model of the process in memory.
     """
 
     def hook(*args: Any) -> None:

@@ -55,7 +55,8 @@ def compare_data_ranks(
     axes: Sequence[str] = DATA_AXES,
     compares: bool = True,
 ) -> None:
-    """`compare_weights` over the given axes, as far as the mesh has them. Folded experts are compared over their copies.
+    """`compare_weights` over the given axes, as far as the mesh has them. Folded experts are compared over their
+    copies.
 
     compares: False on ranks whose values are about to be replaced; the same on all ranks along `axes`.
     """
@@ -116,7 +117,8 @@ def replicated_over(module: nn.Module, axis: str) -> dict[str, T]:
 
 
 def sketches(tensors: Mapping[str, T]) -> T:
-    """[tensors, BUCKETS + 1] float64: of each tensor the sums of its elements, with fixed signs, by bucket; and its norm."""
+    """[tensors, BUCKETS + 1] float64: of each tensor the sums of its elements, with fixed signs, by bucket; and its
+    norm."""
     return torch.stack([_sketch(tensor) for tensor in tensors.values()])
 
 
@@ -125,7 +127,8 @@ def apart(by_rank: T, tensors: Mapping[str, T]) -> T:
 
     Args:
         by_rank: [ranks, tensors, BUCKETS + 1], what each rank has sketched.
-        tensors: of this rank, whose dtypes count: the distance may be the square root of the dtype's epsilon, times the norm.
+        tensors: of this rank, whose dtypes count: the distance may be the square root of the dtype's epsilon, times the
+            norm.
 
     Returns: [ranks, tensors], bool.
     """

@@ -1,15 +1,15 @@
 """The load-balancing loss of a stock mixture, over all ranks that have different tokens or layers.
 
-A model of `transformers` computes it where its config or its caller asks for router logits: with F the number of tokens that chose
-each expert and P the sum of each expert's probabilities, both over all layers and n rows,
+A model of `transformers` computes it where its config or its caller asks for router logits: with F the number of tokens
+that chose each expert and P the sum of each expert's probabilities, both over all layers and n rows,
 
     loss = experts * sum_i (F_i / n) (P_i / n)
 
-The mean of this over ranks is another function, whose gradient differs several times over. Counts have no gradient, and the loss
-is linear in P. So each rank sums F and n over all ranks, and keeps its own P: the gradients of the ranks then add up to that of the
-unsharded model. Stages of a pipeline send their sums along with their activations, and the last one computes the loss; the gradient
-of P comes back with that of the activations. In a step of several microbatches, each has a loss of its own, over the data ranks, and
-the step adds their mean.
+The mean of this over ranks is another function, whose gradient differs several times over. Counts have no gradient, and
+the loss is linear in P. So each rank sums F and n over all ranks, and keeps its own P: the gradients of the ranks then
+add up to that of the unsharded model. Stages of a pipeline send their sums along with their activations, and the last
+one computes the loss; the gradient of P comes back with that of the activations. In a step of several microbatches,
+each has a loss of its own, over the data ranks, and the step adds their mean.
 
 Source: Fedus et al., Switch Transformers, arXiv:2101.03961, equations 4 to 6, as `transformers` computes them.
 """
@@ -51,7 +51,8 @@ _current = threading.local()
 
 
 def share_router_loss(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
-    """Let the load-balancing loss of a stock model, in calls that build a graph, count the tokens and layers of all ranks.
+    """Let the load-balancing loss of a stock model, in calls that build a graph, count the tokens and layers of all
+    ranks.
 
     Call it again when other axes were applied. A model without such a loss is left as it is.
 
@@ -78,13 +79,15 @@ def share_router_loss(module: nn.Module, mesh: DeviceMesh | None = None) -> None
 
 
 def _modeling_file(module: nn.Module) -> ModuleType | None:
-    """The file of the model's class that has the function; None for other models. `fully_shard` subclasses the class."""
+    """The file of the model's class that has the function; None for other models. `fully_shard` subclasses the
+    class."""
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
     return next((file for file in files if hasattr(file, FUNCTION)), None)
 
 
 def refuse_router_loss(module: nn.Module) -> None:
-    """Refuse a model whose config asks for a load-balancing loss of another formula, on a mesh that divides tokens or layers.
+    """Refuse a model whose config asks for a load-balancing loss of another formula, on a mesh that divides tokens or
+    layers.
 
     Raises: ModelError `router-loss`.
     """
@@ -166,12 +169,14 @@ def receive_router_sums(module: nn.Module, content: tuple | None) -> None:
 
 
 def router_sums_to_send(module: nn.Module) -> tuple | None:
-    """After the forward of a pipeline stage: the sums of all stages so far, for the next one. None: the loss is not asked for."""
+    """After the forward of a pipeline stage: the sums of all stages so far, for the next one. None: the loss is not
+    asked for."""
     calls = router_calls(module)
     if calls is None or calls.carried is None:
         return None
     (counts, probabilities, rows, divided), calls.carried = calls.carried.parts(), None
-    # a stage without routers sends what it received: a view, because the gradient of the received tensor itself is sent back
+    # a stage without routers sends what it received: a view, because the gradient of the received tensor itself is sent
+    # back
     return counts, probabilities.view_as(probabilities), rows, divided
 
 
@@ -198,7 +203,8 @@ def _choices_of(module: Any) -> int:
 
 
 def router_loss_of(module: nn.Module, output: Any) -> T | float:
-    """What a stock model adds to its loss: its load-balancing loss, with the coefficient of its config. 0 without one."""
+    """What a stock model adds to its loss: its load-balancing loss, with the coefficient of its config. 0 without
+    one."""
     loss = getattr(output, "aux_loss", None)
     coefficient = getattr(module, "router_aux_loss_coef", getattr(module, "aux_loss_coef", 0.0))
     return 0.0 if loss is None else coefficient * loss
@@ -210,8 +216,10 @@ class _RouterForward:
     Args:
         rows: the tokens of this rank.
         mask: [batch, length], 0 for padding; or None.
-        data: the ranks with other samples or tokens. sequences: those of them with other tokens of the same samples, of `cp`.
-        top_k: the number of choices of a token on a pipeline stage, whose routers are read by hooks; None without stages.
+        data: the ranks with other samples or tokens. sequences: those of them with other tokens of the same samples, of
+            `cp`.
+        top_k: the number of choices of a token on a pipeline stage, whose routers are read by hooks; None without
+            stages.
         sums: those of earlier pipeline stages.
     """
 

@@ -65,8 +65,8 @@ class DataRecord:
     """What `shard_data` did to a model; stored on its root.
 
     Attributes:
-        zero: the stage. engine: reduces gradients over the data ranks. shards: this rank's part of each parameter, as the
-            optimizer steps it (stages 0 to 2, and adapters that were added to stage 3).
+        zero: the stage. engine: reduces gradients over the data ranks. shards: this rank's part of each parameter, as
+            the optimizer steps it (stages 0 to 2, and adapters that were added to stage 3).
         masters: whether the optimizer steps float32 copies, because parameters are narrower.
         compute: the dtype of compute, where parameters are stored in a wider one (stage 3).
         later: takes in parameters that train only since then; of stage 3 adapters.
@@ -104,18 +104,19 @@ def shard_data(
 ) -> nn.Module:
     """Keep the data-parallel ranks of a mesh in step, in place, and return the model.
 
-    Gradients are SUMS over the axes dp_replicate, dp (or dp_shard) and cp: divide the loss by the global count of tokens,
-    as `Pipeline.step` does, and as is done for the loss that a causal model of `transformers` computes from `labels`. State is
-    sharded over dp (or dp_shard) and replicated over dp_replicate and cp.
+    Gradients are SUMS over the axes dp_replicate, dp (or dp_shard) and cp: divide the loss by the global count of
+    tokens, as `Pipeline.step` does, and as is done for the loss that a causal model of `transformers` computes from
+    `labels`. State is sharded over dp (or dp_shard) and replicated over dp_replicate and cp.
 
     Args:
         module: plain, or after `parallelize_module`. Build the optimizer afterwards, with `build_optimizer`.
         mesh: with at least one data axis, unless `zero` is 0.
         zero: the stage, 0 to 3.
-        dtype: of parameters and compute, such as bfloat16; the optimizer then steps float32 copies. Default: as they are.
+        dtype: of parameters and compute, such as bfloat16; the optimizer then steps float32 copies. Default: as they
+            are.
         reduce_dtype: of the sums of gradients. Default: float32 where `dtype` is narrower, else the parameters' dtype.
-        units: for stage 3, patterns of the modules whose parameters are gathered together. Default: the plan's units, else
-            its layers.
+        units: for stage 3, patterns of the modules whose parameters are gathered together. Default: the plan's units,
+            else its layers.
         defer: stages 2 and 3 reduce once per step of several backwards instead of in each: fewer messages, but full
             gradients (parameters x reduce_dtype bytes) are stored until then.
         bucket_bytes: gradients of at least this many bytes are reduced together (stages 0 to 2).
@@ -123,15 +124,16 @@ def shard_data(
         check_replicated: compare the parameters over the data axes, by digest. Those on meta have no values to compare.
 
     Returns: the same module.
-    Raises: MeshError `no-data-axis`; ModelError `bad-zero-stage`, `data-axes-taken`, `other-data-parallel`, `early-optimizer`,
-        `mixes-rows`; for stage 3 also ModelError `unmatched-unit`, `scalar-parameter`; HandshakeError `replicas-differ`, and
-        `ranks-disagree` where ranks were given other settings. On every rank; before anything is changed, but for
-        `scalar-parameter`.
-    Cost: handshakes, and with `check_replicated` a read of the parameters and an all-gather of 40 bytes. A step sends, with P
-        bytes of gradients and n ranks: stages 0 and 1, one all-reduce of P (and stage 1 an all-gather of the parameters after the
-        optimizer's step); stage 2, a reduce-scatter of P per backward, or per step with `defer`, and the all-gather; stage 3, an
-        all-gather of the parameters in forward and in backward, a reduce-scatter of P, and per backward one all-reduce of a byte
-        per parameter. Data ranks that run different units of stage 3 raise HandshakeError `units-diverge`.
+    Raises: MeshError `no-data-axis`; ModelError `bad-zero-stage`, `data-axes-taken`, `other-data-parallel`,
+        `early-optimizer`, `mixes-rows`; for stage 3 also ModelError `unmatched-unit`, `scalar-parameter`;
+        HandshakeError `replicas-differ`, and `ranks-disagree` where ranks were given other settings. On every rank;
+        before anything is changed, but for `scalar-parameter`.
+    Cost: handshakes, and with `check_replicated` a read of the parameters and an all-gather of 40 bytes. A step sends,
+        with P bytes of gradients and n ranks: stages 0 and 1, one all-reduce of P (and stage 1 an all-gather of the
+        parameters after the optimizer's step); stage 2, a reduce-scatter of P per backward, or per step with `defer`,
+        and the all-gather; stage 3, an all-gather of the parameters in forward and in backward, a reduce-scatter of P,
+        and per backward one all-reduce of a byte per parameter. Data ranks that run different units of stage 3 raise
+        HandshakeError `units-diverge`.
     Source: ZeRO, arXiv:1910.02054.
     """
     spec = mesh_spec(mesh)
@@ -198,7 +200,8 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
 def _take_later_adapters(
     module: nn.Module, mesh: DeviceMesh, options: DataOptions, engine: FsdpEngine, shards: list[OptimizerShard]
 ) -> AddedParameters:
-    """Adapters that are added to sharded units are small: each rank stores them in full, and optimizer states as of ZeRO 1."""
+    """Adapters that are added to sharded units are small: each rank stores them in full, and optimizer states as of
+    ZeRO 1."""
 
     def current() -> Iterator[tuple[str, Any]]:
         return ((name, p) for name, p in module.named_parameters() if not engine.shards(name, p))
@@ -271,7 +274,8 @@ def _reducer(
 
 
 def _after_load(data: DataRecord | None, prefix: str, owner: nn.Module, _: Any) -> None:
-    """Weights were loaded: update float32 copies. The parameters must still be the ones that are reduced and stepped."""
+    """Weights were loaded: update float32 copies. The parameters must still be the ones that are reduced and
+    stepped."""
     if data is None:  # of a copy
         return
     current = {id(parameter) for parameter in owner._parameters.values()}

@@ -10,8 +10,8 @@ optimizer state per element (8 for Adam in float32):
 | 2 | b N | b N / n | s N / n |
 | 3 | b N / n | b N / n | s N / n |
 
-Mixed precision: b is 2 for parameters (4 in stage 3, which stores float32), gradients take 4, and stages 0 to 2 add 4 for
-the copies that the optimizer steps. Rows are split as `torch.chunk` splits them, which rounds up.
+Mixed precision: b is 2 for parameters (4 in stage 3, which stores float32), gradients take 4, and stages 0 to 2 add 4
+for the copies that the optimizer steps. Rows are split as `torch.chunk` splits them, which rounds up.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ _OTHERS = ("start_positions", "end_positions", "return_loss")
 
 
 def count_over_data_ranks(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let the loss of a model of `transformers`, in calls that build a graph, be divided by the count of all data ranks."""
+    """Let the loss of a model of `transformers`, in calls that build a graph, be divided by the count of all data
+    ranks."""
     module = stock_model(module)
     parameters = inspect.signature(type(module).forward).parameters
     if hasattr(module, "loss_function") and any(_asks_for_loss(name) for name in parameters):
@@ -39,8 +40,8 @@ def _asks_for_loss(name: str) -> bool:
 
 
 class _Counts:
-    """Before a forward: passes `num_items_in_batch`, by which some losses divide their sum. After it: makes a mean over this rank's
-    labels this rank's part of the mean over all.
+    """Before a forward: passes `num_items_in_batch`, by which some losses divide their sum. After it: makes a mean over
+    this rank's labels this rank's part of the mean over all.
 
     Raises: ModelError `labels-over-data-ranks` for losses that are no such mean.
     """
@@ -112,6 +113,12 @@ def _loss_of(output: Any) -> T:
 
 
 def _refused(name: str, reason: str) -> ModelError:
-    what = f"the loss of {name} over one data rank, of which the gradients would be summed over all, is no part of a mean: {reason}"
-    fix = "compute the loss from the logits, divided by the count over all data ranks: ParallelModel.step(..., targets=...)"
+    what = (
+        f"the loss of {name} over one data rank, of which the gradients would be summed over all, is no part of a "
+        f"mean: {reason}"
+    )
+    fix = (
+        "compute the loss from the logits, divided by the count over all data ranks: ParallelModel.step(..., "
+        "targets=...)"
+    )
     return ModelError(Problem("labels-over-data-ranks", what, fix=fix))

@@ -12,14 +12,16 @@ import torch
 
 
 def unit_groups(unit: Any) -> list[Any]:
-    """What gathers and reduces the parameters of a `fully_shard` module, with `fsdp_params` each (2.4; one before 2.12)."""
+    """What gathers and reduces the parameters of a `fully_shard` module, with `fsdp_params` each (2.4; one before
+    2.12)."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
 
 
 def has_run(unit: Any) -> bool:
-    """Whether a forward of the outermost `fully_shard` module has begun, which makes what is reset after a failure (2.4)."""
+    """Whether a forward of the outermost `fully_shard` module has begun, which makes what is reset after a failure
+    (2.4)."""
     return unit._get_fsdp_state()._is_root is not None
 
 
@@ -48,7 +50,8 @@ def before_reduction(group: Any, call: Callable[[Any], None]) -> None:
 
 
 def watch_messages(group: Any, sending: Callable[[str], Any]) -> None:
-    """Send each message of a group of `unit_groups` inside `sending("gathers")` or `sending("reduces")`, a context (2.8)."""
+    """Send each message of a group of `unit_groups` inside `sending("gathers")` or `sending("reduces")`, a context
+    (2.8)."""
     for comm, kind in ((group._all_gather_comm, "gathers"), (group._reduce_scatter_comm, "reduces")):
         comm.__class__ = _watched(type(comm), sending, kind)  # a subclass, because `fully_shard` asks for classes
 
@@ -91,7 +94,8 @@ def has_unsharded_gradient(param: Any) -> bool:
 
 
 def fill_unsharded_gradients(params: Sequence[Any]) -> None:
-    """Zeros for those of `trained_in` without a gradient, in the dtype of the others: they are reduced in one buffer (2.4)."""
+    """Zeros for those of `trained_in` without a gradient, in the dtype of the others: they are reduced in one buffer
+    (2.4)."""
     is_accumulated = any(param.unsharded_accumulated_grad is not None for param in params)
     for param in params:
         leaf = param._unsharded_param
@@ -102,5 +106,6 @@ def fill_unsharded_gradients(params: Sequence[Any]) -> None:
 
 
 def _accumulates_in_leaf(param: Any) -> bool:
-    """Whether gradients of several backwards are added in `_unsharded_param.grad`, as since 2.15, or in an attribute of their own."""
+    """Whether gradients of several backwards are added in `_unsharded_param.grad`, as since 2.15, or in an attribute of
+    their own."""
     return isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)

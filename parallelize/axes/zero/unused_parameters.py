@@ -1,9 +1,9 @@
 """ZeRO 3 with forwards that use parameters on some ranks alone, or write to them.
 
-`fully_shard` reduces those of a unit's parameters that have a gradient on this rank, in one buffer. Where ranks took other
-branches of a model, their buffers would hold other parameters. So a rank adds zeros for what it did not use. A parameter that no
-rank used must not keep these zeros, which an optimizer would take for a gradient: at the end of a backward the ranks tell each
-other what they used.
+`fully_shard` reduces those of a unit's parameters that have a gradient on this rank, in one buffer. Where ranks took
+other branches of a model, their buffers would hold other parameters. So a rank adds zeros for what it did not use. A
+parameter that no rank used must not keep these zeros, which an optimizer would take for a gradient: at the end of a
+backward the ranks tell each other what they used.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class UnusedParameters:
         order: of the messages that these ranks send.
         after: called at the end of a backward that reduces.
 
-    Cost: a backward that reduces ends with an all-reduce of one byte per parameter. The host waits for it only on ranks that
-        did not use some parameter.
+    Cost: a backward that reduces ends with an all-reduce of one byte per parameter. The host waits for it only on ranks
+        that did not use some parameter.
     """
 
     def __init__(self, units: Iterable[Any], group: Group, order: UnitOrder, after: Callable[[], None]):
@@ -160,7 +160,10 @@ class _Comparison:
             now = to_local(holder._parameters[key]).detach()
             if now.shape != value.shape or torch.equal(now, value):  # of another shape where it is not gathered now
                 continue
-            what = f"the forward writes to {name}, of which ZeRO 3 has gathered a copy: backward would compute with other values"
+            what = (
+                f"the forward writes to {name}, of which ZeRO 3 has gathered a copy: backward would compute with other "
+                "values"
+            )
             raise ModelError(Problem("written-parameter", what, fix="zero=2, or write to it between steps"))
 
 

@@ -1,8 +1,8 @@
 """A term of the loss that depends on the weights alone, counted once on every mesh.
 
-Its value and its gradient are the same on all data ranks, and gradients of the loss are sums over them. A backward of its own
-would therefore count as often as there are ranks, except under ZeRO 3, where it reaches the shards directly. Here it is computed
-on what each rank stores, after the gradients of the loss were summed, and added to these sums.
+Its value and its gradient are the same on all data ranks, and gradients of the loss are sums over them. A backward of
+its own would therefore count as often as there are ranks, except under ZeRO 3, where it reaches the shards directly.
+Here it is computed on what each rank stores, after the gradients of the loss were summed, and added to these sums.
 """
 
 from __future__ import annotations
@@ -30,19 +30,22 @@ Penalty = Callable[[str, torch.Tensor], torch.Tensor | None]
 def add_penalty(module: nn.Module, penalty: Penalty) -> torch.Tensor:
     """Add the gradient of a penalty on weights (L2-SP, EWC, L1) to the gradients of the loss, and return its value.
 
-    A collective over the model's mesh: call it on every rank, after `step` (or after a backward of one's own, which sums the
-    gradients) and before clipping. The full penalty is the sum of `penalty(name, weight)` over all parameters that require a
-    gradient, each counted once: over data ranks, ties and copies of other stages, as on one process.
+    A collective over the model's mesh: call it on every rank, after `step` (or after a backward of one's own, which
+    sums the gradients) and before clipping. The full penalty is the sum of `penalty(name, weight)` over all parameters
+    that require a gradient, each counted once: over data ranks, ties and copies of other stages, as on one process.
 
     Args:
         module: a model on any mesh, or any other.
-        penalty: (name, weight) -> a scalar, or None where this weight has no penalty. The weight is what this rank stores, a
-            DTensor where it is sharded; tensors that it is combined with (weights to stay close to, Fisher information) are
-            copies of parameters or gradients of the planned model: `{n: p.detach().clone() for n, p in model.named_parameters()}`.
+        penalty: (name, weight) -> a scalar, or None where this weight has no penalty. The weight is what this rank
+            stores, a DTensor where it is sharded; tensors that it is combined with (weights to stay close to, Fisher
+            information) are copies of parameters or gradients of the planned model: `{n: p.detach().clone() for n, p in
+            model.named_parameters()}`.
 
     Returns: the sum over all parameters of the model, a scalar plain tensor, the same on every rank.
-    Raises: ModelError `bad-penalty`, if `penalty` returns something else than a scalar tensor; before gradients are changed.
-    Cost: the penalty of this rank's shards, and one all-reduce of a number for each mesh that shards parameters, and over `pp`.
+    Raises: ModelError `bad-penalty`, if `penalty` returns something else than a scalar tensor; before gradients are
+        changed.
+    Cost: the penalty of this rank's shards, and one all-reduce of a number for each mesh that shards parameters, and
+        over `pp`.
     Source: L2-SP, arXiv:1802.01483; EWC, arXiv:1612.00796.
     """
     _, root = planned_root(module)
@@ -72,7 +75,8 @@ def _shards_of(root: nn.Module) -> Iterable[OptimizerShard]:
 
 
 def _differentiated(penalty: Penalty, name: str, parameter: Any) -> tuple[Any, Any]:
-    """(value, gradient) of the penalty of one parameter, by a leaf of its own: no hook of the parameter sees this backward."""
+    """(value, gradient) of the penalty of one parameter, by a leaf of its own: no hook of the parameter sees this
+    backward."""
     leaf = parameter.detach().requires_grad_()
     with torch.enable_grad():
         value = penalty(name, leaf)
@@ -108,7 +112,8 @@ def _add(parameter: Any, gradient: Any, shard: OptimizerShard | None) -> None:
 
 @torch.no_grad()
 def _total(values: list[Any], root: nn.Module) -> torch.Tensor:
-    """The sum of scalars of all ranks: those of one mesh that are sums of local ones are added before they are reduced."""
+    """The sum of scalars of all ranks: those of one mesh that are sums of local ones are added before they are
+    reduced."""
     plain: list[torch.Tensor] = []
     terms: dict[tuple[Any, ...], list[Any]] = {}
     for value in values:

@@ -23,8 +23,9 @@ class Part:
         source: name of the source tensor.
         target: the box of the target tensor.
         source_start: start of the box in the source, along each of its dims.
-        dims: for each dim of the source, the dim of the target that it corresponds to. None: it corresponds to no dim of
-            the target, and the box has extent 1 along it. Dims of the target that are not listed have extent 1 in `target`.
+        dims: for each dim of the source, the dim of the target that it corresponds to. None: it corresponds to no dim
+            of the target, and the box has extent 1 along it. Dims of the target that are not listed have extent 1 in
+            `target`.
     """
 
     source: str
@@ -100,7 +101,8 @@ def contains(shape: Sequence[int], box: Box) -> bool:
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two boxes of one tensor that share elements; None if no two do.
 
-    Boxes are compared with those that begin before they end along one dim: along the one with the most intervals, so that few are.
+    Boxes are compared with those that begin before they end along one dim: along the one with the most intervals, so
+    that few are.
     """
     dims = len(boxes[0]) if boxes else 0
     if not dims:  # scalars: all boxes are the same

@@ -1,11 +1,11 @@
 """Content hashes, which detect changed bytes in a checkpoint.
 
-Each tensor of a file is hashed in blocks, so that a rank that reads a part of a tensor can check it. The header of the file
-stores the digests of the blocks, the manifest stores the digest of the header, and the first line of the manifest is its own
-digest. The hashes detect accidental damage. They do not protect against someone who can write to the folder.
+Each tensor of a file is hashed in blocks, so that a rank that reads a part of a tensor can check it. The header of the
+file stores the digests of the blocks, the manifest stores the digest of the header, and the first line of the manifest
+is its own digest. The hashes detect accidental damage. They do not protect against someone who can write to the folder.
 
-The hash is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), truncated to 128 bits: 5 to 7 GB/s per core, where SHA-256
-reaches 1.7 to 2.
+The hash is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), truncated to 128 bits: 5 to 7 GB/s per core, where
+SHA-256 reaches 1.7 to 2.
 """
 
 from __future__ import annotations

@@ -54,9 +54,11 @@ def open_file(folder: Path, name: str) -> tuple[int, int]:
 
 
 def read_named(path: Path, max_bytes: int) -> bytes:
-    """The content of a file that a user names: a link may lead anywhere, and it may be the pipe of a shell (`<(command)`).
+    """The content of a file that a user names: a link may lead anywhere, and it may be the pipe of a shell
+    (`<(command)`).
 
-    Raises: OSError; CheckpointError `unsafe-path` for a named pipe, which would wait for a writer, or a device; `oversized-file`.
+    Raises: OSError; CheckpointError `unsafe-path` for a named pipe, which would wait for a writer, or a device;
+        `oversized-file`.
     """
     status = os.stat(path)
     is_of_shell = stat.S_ISFIFO(status.st_mode) and not path.resolve().exists()

@@ -1,4 +1,5 @@
-"""JSON that is not trusted: duplicate keys, excessive nesting and non-finite numbers are refused. Does not import torch."""
+"""JSON that is not trusted: duplicate keys, excessive nesting and non-finite numbers are refused. Does not import
+torch."""
 
 from __future__ import annotations
 

@@ -125,7 +125,8 @@ class Reader:
 
 
 def as_scalar(text: str, inside_braces: bool = False) -> str:
-    """A text as a scalar of YAML that `Reader.text` reads as the same text: bare where it may be, else in double quotes.
+    """A text as a scalar of YAML that `Reader.text` reads as the same text: bare where it may be, else in double
+    quotes.
 
     inside_braces: whether it is written between `{` and `}`, where commas and braces separate.
     """
@@ -179,7 +180,8 @@ def compose(text: str, source: str) -> yaml.Node:
 
 
 def _composed_slowly(text: str, source: str) -> yaml.Node | None:
-    """By PyYAML's own parser, whose messages about wrong YAML do not depend on libyaml. Raises: PlanError, as `compose`."""
+    """By PyYAML's own parser, whose messages about wrong YAML do not depend on libyaml. Raises: PlanError, as
+    `compose`."""
     try:
         return _composed(text, source, yaml.SafeLoader)
     except yaml.YAMLError as error:

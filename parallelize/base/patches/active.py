@@ -1,7 +1,9 @@
-"""The changes to other libraries that are made now. They are undone when the last planned model is gone, or where their block ends.
+"""The changes to other libraries that are made now. They are undone when the last planned model is gone, or where their
+block ends.
 
-Every `ModuleState` holds the lease. When no state of any model is left, the lease is gone, and with it all changes. What another
-library has wrapped since cannot be undone without undoing its work: that stays, and does nothing to modules without a plan.
+Every `ModuleState` holds the lease. When no state of any model is left, the lease is gone, and with it all changes.
+What another library has wrapped since cannot be undone without undoing its work: that stays, and does nothing to
+modules without a plan.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Undo = Callable[[], bool]
 """Undoes a change. Returns: False if another library has wrapped it since, and it stays."""
 
 _OWNER = "_parallelize"
-"""The attribute of `torch` that says which copy of this package has changed it: it is there while something is changed."""
+"""The attribute of `torch` that says which copy of this package has changed it: it is there while something is
+changed."""
 _MISSING: Any = object()
 _lock = threading.RLock()
 _lease: weakref.ref[Lease] | None = None

@@ -1,6 +1,8 @@
-"""Every change that this package makes to another library in the running process: what, why, in which versions, and from when to when.
+"""Every change that this package makes to another library in the running process: what, why, in which versions, and
+from when to when.
 
-Nothing is changed by an import. `active` makes the changes, and refuses one without a row here; `parallelize env` prints both.
+Nothing is changed by an import. `active` makes the changes, and refuses one without a row here; `parallelize env`
+prints both.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ class Patch:
     Attributes:
         target: the full name of a function, class attribute, hook or handler; may have `*`.
         why: what a planned model needs it for.
-        versions: the library; and the version from which torch has this name, or a version of another library that was tried.
+        versions: the library; and the version from which torch has this name, or a version of another library that was
+            tried.
         begins, ends: when the change is made, and when it is undone.
     """
 

@@ -38,8 +38,10 @@ def noted_waits(places: list[str]) -> Iterator[None]:
 def captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
     """A graph of what `run` starts on `device`.
 
-    Raises: what `run` raises, or RuntimeError if it cannot be captured. The stream is then what it was; so are the allocator and the
-    random generator, which torch leaves as they are in a capture (`_cuda_endAllocateToPool`, 2.1; `graphsafe_set_state`, 2.4).
+    Raises: what `run` raises, or RuntimeError if it cannot be captured. The stream is then what it was; so are the
+        allocator and the
+    random generator, which torch leaves as they are in a capture (`_cuda_endAllocateToPool`, 2.1;
+    `graphsafe_set_state`, 2.4).
     """
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
     generator = torch.cuda.default_generators[stream.device_index]
@@ -67,7 +69,8 @@ def captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGr
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream of a device for all captures: PyTorch keeps a workspace for cuBLAS (32 MiB on Hopper) for each that has run a matmul.
+    """One stream of a device for all captures: PyTorch keeps a workspace for cuBLAS (32 MiB on Hopper) for each that
+    has run a matmul.
 
     That of this stream is made here, not in a capture, whose memory pool it would keep.
     """

@@ -1,7 +1,9 @@
-"""Private names of torch for its random operations: a kernel between autograd and the device's own, which costs other operations nothing.
+"""Private names of torch for its random operations: a kernel between autograd and the device's own, which costs other
+operations nothing.
 
-Every call of an operation passes the dispatch key `BackendSelect`, which has a kernel for factories alone (since 1.6). A kernel there
-for the operations that draw sees each draw of the process, whoever calls it: functions of Python, PyTorch's own C++, a compiled graph.
+Every call of an operation passes the dispatch key `BackendSelect`, which has a kernel for factories alone (since 1.6).
+A kernel there for the operations that draw sees each draw of the process, whoever calls it: functions of Python,
+PyTorch's own C++, a compiled graph.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ Serve = Callable[[str, Any, tuple, dict], Any]
 
 
 def serve_draws(names: Iterable[str], serve: Serve) -> None:
-    """Ask `serve` at each call of these operations, `name.overload` of aten. Once in a process: a later call changes nothing.
+    """Ask `serve` at each call of these operations, `name.overload` of aten. Once in a process: a later call changes
+    nothing.
 
     Without the private name all draws are PyTorch's own, as the warning says.
     """
@@ -57,7 +60,8 @@ def _kernel(serve: Serve, name: str, stock: Any, keys: Any, *args: Any, **kwargs
 
 
 def modes_of_this_thread() -> Callable[[], Any]:
-    """A context manager for another thread, in which the modes that are active in this one intercept its operations too.
+    """A context manager for another thread, in which the modes that are active in this one intercept its operations
+    too.
 
     The modes are not entered a second time, so what they have counted is kept (the stacks of both kinds: since 2.0).
     """

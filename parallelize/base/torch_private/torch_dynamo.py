@@ -16,7 +16,8 @@ T = TypeVar("T")
 class InterceptedCall:
     """Is called instead of all that calling a module does, hooks included (the attribute of `Module.compile`, 2.0).
 
-    `inside` does what the call did before: compiled, if the module was compiled before the interception or is during it.
+    `inside` does what the call did before: compiled, if the module was compiled before the interception or is during
+    it.
     """
 
     def __init__(self, module: Any):
@@ -51,7 +52,8 @@ def traced_local_of(tensor: Any) -> torch.Tensor:
 
 
 def not_traced(function: Callable[..., T]) -> Callable[..., T]:
-    """A function that graphs leave to eager mode, as `torch.compiler.disable` makes it, which imports Dynamo when it is called (2.0)."""
+    """A function that graphs leave to eager mode, as `torch.compiler.disable` makes it, which imports Dynamo when it is
+    called (2.0)."""
     return torch._disable_dynamo(function)
 
 
@@ -65,7 +67,8 @@ def call_around_compilation(before: Callable[..., None], after: Callable[..., No
 
 
 def leave_side_effects_out_of_replays(leave_out: bool) -> bool:
-    """Whether a checkpointed forward that has side effects is traced, and its replay leaves them out. Returns what was set (2.8).
+    """Whether a checkpointed forward that has side effects is traced, and its replay leaves them out. Returns what was
+    set (2.8).
 
     Without the switch Dynamo runs such a forward in eager mode.
     """
@@ -81,7 +84,8 @@ _SWITCH = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 def traces_graph() -> bool:
-    """Whether operations are traced into a graph. (What Dynamo calls then is not told so by `torch.compiler` before 2.13.)"""
+    """Whether operations are traced into a graph. (What Dynamo calls then is not told so by `torch.compiler` before
+    2.13.)"""
     proxy = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     return torch.compiler.is_compiling() or proxy is not None
 
@@ -104,9 +108,9 @@ def function_of(cls: Any) -> Callable[..., Any]:
 def with_new_results(cls: Any) -> Any:
     """The autograd Function that compilers get, of one whose forward returns one tensor.
 
-    Before 2.13 (2.11 was tried) a graph drops the gradient of a result that is the same tensor as another value of the forward:
-    what an operation in place returns, a `contiguous()` without effect, the wait for a collective. So the result is copied,
-    which Inductor fuses with what reads it. A result that is an argument stays itself.
+    Before 2.13 (2.11 was tried) a graph drops the gradient of a result that is the same tensor as another value of the
+    forward: what an operation in place returns, a `contiguous()` without effect, the wait for a collective. So the
+    result is copied, which Inductor fuses with what reads it. A result that is an argument stays itself.
     """
     if at_least(2, 13):
         return cls

@@ -1,6 +1,7 @@
 """Private names of torch for process groups, and for ranks that are simulated.
 
-Each entry says what it is for, and in which version it first appeared. An absent name disables the feature that needs it.
+Each entry says what it is for, and in which version it first appeared. An absent name disables the feature that needs
+it.
 """
 
 from __future__ import annotations
@@ -71,11 +72,13 @@ def orders_groups() -> bool:
 def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **options: Any) -> dist.ProcessGroup:
     """`dist.new_group`, called on the listed ranks alone, whatever other groups each of them is in.
 
-    PyTorch (2.13) names such a group by its ranks and by the number of groups that the *calling* rank is in. If members are in
-    unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a name that no
-    other member uses. Here it is `name` and a count of the groups of exactly these ranks, which are the same on all members.
+    PyTorch (2.13) names such a group by its ranks and by the number of groups that the *calling* rank is in. If members
+    are in unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a
+    name that no other member uses. Here it is `name` and a count of the groups of exactly these ranks, which are the
+    same on all members.
 
-    2.15 counts such a group on its members alone, and names the groups that all ranks make by that count: it is set back.
+    2.15 counts such a group on its members alone, and names the groups that all ranks make by that count: it is set
+    back.
 
     own: leave the group out of `known_groups`, because another thread uses it.
     """
@@ -96,7 +99,8 @@ def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **opt
 
 
 def _turn(ranks: tuple[int, ...]) -> int:
-    """How many groups of exactly these ranks there are with the next one. Threads, such as that of a save, take turns."""
+    """How many groups of exactly these ranks there are with the next one. Threads, such as that of a save, take
+    turns."""
     with _counting:
         made = _groups_made.setdefault(dist.group.WORLD, Counter())
         made[ranks] += 1
@@ -104,8 +108,8 @@ def _turn(ranks: tuple[int, ...]) -> int:
 
 
 def _install_names() -> None:
-    """Patch torch's naming of local groups so that `new_local_group` chooses the name, per thread. A version of torch that names
-    groups in another way is left alone."""
+    """Patch torch's naming of local groups so that `new_local_group` chooses the name, per thread. A version of torch
+    that names groups in another way is left alone."""
     from torch.distributed import distributed_c10d
 
     patches.replace(distributed_c10d, "_hash_ranks_to_str", _named_here)
@@ -123,7 +127,8 @@ def symmetric_ops() -> Any:
 
 
 def enable_symmetric_memory(pg: dist.ProcessGroup) -> str:
-    """Enable symmetric memory on a group and map some; return an empty string, or why this rank cannot. A collective."""
+    """Enable symmetric memory on a group and map some; return an empty string, or why this rank cannot. A
+    collective."""
     try:
         from torch.distributed._symmetric_memory import (
             enable_symm_mem_for_group,
@@ -160,7 +165,8 @@ def on_rank(value: Any, rank: int) -> Any:
 
 
 def simulated_groups(pg: dist.ProcessGroup) -> list[list[int]]:
-    """The ranks of this group and of its parallel groups on the mesh: under `LocalTensorMode` one call simulates them all."""
+    """The ranks of this group and of its parallel groups on the mesh: under `LocalTensorMode` one call simulates them
+    all."""
     from torch.distributed._local_tensor._c10d import _prepare_collective_groups
 
     ranks, offsets = _prepare_collective_groups(pg)[:2]  # 2.13 adds a third
@@ -220,7 +226,8 @@ def ranks_are_threads() -> bool:
 
 @contextmanager
 def threads_as_ranks(group_class: type) -> Iterator[None]:
-    """Inside, every thread is a rank with process groups of its own, of the class `group_class` (see `threaded_groups`)."""
+    """Inside, every thread is a rank with process groups of its own, of the class `group_class` (see
+    `threaded_groups`)."""
     global _ranks_are_threads
     threaded = threaded_groups()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
@@ -236,7 +243,8 @@ def threads_as_ranks(group_class: type) -> Iterator[None]:
 
 
 def functional_collectives() -> Any:
-    """The module by whose functions DTensors and user code call functional collectives, which call process groups from C++ (2.0)."""
+    """The module by whose functions DTensors and user code call functional collectives, which call process groups from
+    C++ (2.0)."""
     return torch.distributed._functional_collectives
 
 
@@ -244,7 +252,8 @@ _by_name: Any = dist.distributed_c10d._resolve_process_group
 
 
 def group_of_functional(group: Any) -> dist.ProcessGroup | None:
-    """The process group that a functional collective is called with, in any of its forms (2.0); None where it is not known."""
+    """The process group that a functional collective is called with, in any of its forms (2.0); None where it is not
+    known."""
     try:
         resolved: Any = functional_collectives()._resolve_group(group)
         if isinstance(resolved, str):

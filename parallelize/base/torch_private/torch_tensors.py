@@ -67,11 +67,13 @@ num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 DispatchMode: Any = TorchDispatchMode
 functions_of_subclasses: Any = torch._C._EnableTorchFunction  # contexts with and without `__torch_function__` (2.0)
 no_functions_of_subclasses: Any = torch._C.DisableTorchFunctionSubclass
-"""A mode that intercepts every op of its thread below autograd: a private module, used by torch's own tools since 1.12."""
+"""A mode that intercepts every op of its thread below autograd: a private module, used by torch's own tools since
+1.12."""
 
 
 def counts_collectives() -> bool:
-    """Whether PyTorch's `CommDebugMode` counts the collectives of this thread (public since 2.5; the stack of modes, 1.12)."""
+    """Whether PyTorch's `CommDebugMode` counts the collectives of this thread (public since 2.5; the stack of modes,
+    1.12)."""
     if not num_dispatch_modes():
         return False
     debug: Any = sys.modules.get("torch.distributed.tensor.debug")  # importing it takes 0.7 s; who counts has done so
@@ -86,12 +88,14 @@ def uncounted() -> Iterator[None]:
 
 
 def shard_dim(placement: Any) -> int | None:
-    """The tensor dim that a placement shards. `fully_shard` over tp makes `_StridedShard`, which is no `Shard` in 2.13."""
+    """The tensor dim that a placement shards. `fully_shard` over tp makes `_StridedShard`, which is no `Shard` in
+    2.13."""
     return getattr(placement, "dim", None)
 
 
 wrap: Callable[..., DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
-"""wrap(local, spec): a DTensor around `local` with a known spec, without `from_local`'s checks and its autograd Function.
+"""wrap(local, spec): a DTensor around `local` with a known spec, without `from_local`'s checks and its autograd
+Function.
 
 `__init__` does nothing but costs 1.1 us, because it is wrapped for Dynamo; `__new__` makes the complete tensor.
 """
@@ -157,7 +161,8 @@ def root_of(mesh: Any) -> Any:
 
 
 dtensor_handlers: dict[Any, Callable] = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
-"""What runs an op of DTensors instead of the dispatcher, called with (op, args, kwargs): its own dictionary since 2.2."""
+"""What runs an op of DTensors instead of the dispatcher, called with (op, args, kwargs): its own dictionary since
+2.2."""
 
 
 def loss_parallel_is_on() -> bool:
@@ -183,7 +188,8 @@ def schedule_orders(
 ) -> list[list[tuple[int, str, int]]] | None:
     """Each rank's order of (stage, "F" | "B" | "I" | "W", microbatch) in PyTorch's own schedule class `name`.
 
-    Idle entries (None) are dropped; overlapped pairs follow one another. Returns None if this torch has no such schedule.
+    Idle entries (None) are dropped; overlapped pairs follow one another. Returns None if this torch has no such
+    schedule.
     """
     try:
         from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -198,7 +204,8 @@ def schedule_orders(
 
 
 def tree_flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
-    """(leaves, structure) of nested containers; those of which `is_leaf` is true stay closed. The structure can be pickled."""
+    """(leaves, structure) of nested containers; those of which `is_leaf` is true stay closed. The structure can be
+    pickled."""
     return pytree.tree_flatten(value, is_leaf)
 
 
@@ -207,8 +214,8 @@ def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """The same number for all views of a storage, as long as it exists. Meta tensors have it too, and no data pointer. Inside of `vmap`,
-    where a tensor has no storage, 0."""
+    """The same number for all views of a storage, as long as it exists. Meta tensors have it too, and no data pointer.
+    Inside of `vmap`, where a tensor has no storage, 0."""
     try:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:
@@ -263,7 +270,8 @@ _PATCHED = threading.RLock()
 
 @contextmanager
 def autocast_of_meta() -> Iterator[None]:
-    """Let `torch.autocast(x.device.type)` accept "meta", which PyTorch refuses: nothing is cast, as without values (2.0)."""
+    """Let `torch.autocast(x.device.type)` accept "meta", which PyTorch refuses: nothing is cast, as without values
+    (2.0)."""
     with _PATCHED:
         autocast: Any = torch.amp.autocast_mode.autocast
         stock = autocast.__init__
@@ -297,7 +305,8 @@ def truncated_normals(draw: Callable[..., torch.Tensor]) -> Iterator[None]:
 
 
 def masked_scale(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
-    """x * keep * scale in one kernel: the backward of PyTorch's dropout, which computes its forward too (since 1.11)."""
+    """x * keep * scale in one kernel: the backward of PyTorch's dropout, which computes its forward too (since
+    1.11)."""
     return torch.ops.aten.native_dropout_backward(x, keep, scale)
 
 
@@ -306,7 +315,8 @@ plain_calls = getattr(torch._C, "DisableTorchFunction", torch._C.DisableTorchFun
 
 
 def split_above(placement: Any, parts: int) -> Any:
-    """The placement on an outer axis that shards dim 0 of the shards that `placement` makes for `parts` ranks (as fully_shard, 2.4)."""
+    """The placement on an outer axis that shards dim 0 of the shards that `placement` makes for `parts` ranks (as
+    fully_shard, 2.4)."""
     if shard_dim(placement) != 0:
         return Shard(0)
     return _StridedShard(0, split_factor=parts)
@@ -323,7 +333,8 @@ def replicated_spec(mesh: DeviceMesh, full: torch.Tensor) -> Any:
 
 
 def register_foreach_class(cls: type) -> None:
-    """Let optimizers and clipping choose their multi-tensor kernels for a subclass of DTensor, as for DTensor (since 2.1)."""
+    """Let optimizers and clipping choose their multi-tensor kernels for a subclass of DTensor, as for DTensor (since
+    2.1)."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
@@ -365,7 +376,8 @@ def sequence_number() -> int:
 
 
 def is_from_local(tensor: torch.Tensor) -> bool:
-    """Whether a DTensor was made by `DTensor.from_local`, whose backward redistributes its gradient (named so since 2.0)."""
+    """Whether a DTensor was made by `DTensor.from_local`, whose backward redistributes its gradient (named so since
+    2.0)."""
     return type(tensor.grad_fn).__name__ == "_FromTorchTensorBackward"
 
 
@@ -375,7 +387,8 @@ def running_node() -> Any | None:
 
 
 def will_run(node: Any) -> bool:
-    """Whether the running backward will execute an autograd node, so that the gradient for it is needed (since 1.13)."""
+    """Whether the running backward will execute an autograd node, so that the gradient for it is needed (since
+    1.13)."""
     if node is None:
         return False
     try:
@@ -385,11 +398,11 @@ def will_run(node: Any) -> bool:
 
 
 def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace, once and while planned models live, the "norm" that `nn.utils.clip_grad_norm_` takes (2.6), `get_total_norm`, the "total norm" (2.6), how
-    the "lists of optimizers", of "averages" and of "clipping" are divided by device and dtype (2.0), the "unscaling" of `GradScaler` (1.6),
-    "backward" or "grad" of `torch.autograd` (0.2), what registers "forward hooks" of modules (0.2), the insertion into a "list of
-    modules" (1.0) or a "sequence of modules" (2.0), the "redistribution" of DTensors (2.0), or the constructor of "data parallel"
-    wrappers (1.0)."""
+    """Replace, once and while planned models live, the "norm" that `nn.utils.clip_grad_norm_` takes (2.6),
+    `get_total_norm`, the "total norm" (2.6), how the "lists of optimizers", of "averages" and of "clipping" are divided
+    by device and dtype (2.0), the "unscaling" of `GradScaler` (1.6), "backward" or "grad" of `torch.autograd` (0.2),
+    what registers "forward hooks" of modules (0.2), the insertion into a "list of modules" (1.0) or a "sequence of
+    modules" (2.0), the "redistribution" of DTensors (2.0), or the constructor of "data parallel" wrappers (1.0)."""
     from torch.optim import optimizer, swa_utils
 
     owner, name = {
@@ -437,4 +450,5 @@ def in_data_worker() -> bool:
 
 record_memory_history: Callable[..., None] = getattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
 dump_memory_snapshot: Callable[[str], None] = getattr(torch.cuda.memory, "_dump_snapshot", lambda _: None)
-"""A file of what the allocator of GPUs has, for pytorch.org/memory_viz; the other one lets it note where (since 2.1)."""
+"""A file of what the allocator of GPUs has, for pytorch.org/memory_viz; the other one lets it note where (since
+2.1)."""

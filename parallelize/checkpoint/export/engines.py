@@ -7,7 +7,7 @@
 | verl | `engine.get_per_tensor_param()`: (iterator of (name, full tensor), PEFT's config or None) | `verl_per_tensor_param` |
 
 Sources: vLLM's documents of weight transfer (`docs/training/weight_transfer`), verl's `BaseEngine`.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ class WeightSourceOfExporter:
 
 
 def vllm_weight_source(exporter: WeightExporter, *, only: Only = None) -> Any:
-    """A `WeightSource` for `WeightTransferTrainerFactory.trainer_init(..., source=...)` of vLLM, on every rank of the trainer.
+    """A `WeightSource` for `WeightTransferTrainerFactory.trainer_init(..., source=...)` of vLLM, on every rank of the
+    trainer.
 
     Args:
         exporter: built with `receive=` true on the rank that sends (vLLM's rank 0 of the trainer), and false elsewhere.

@@ -24,11 +24,12 @@ class Receivers:
     """Which ranks asked, and how they are reached.
 
     Attributes:
-        group: the process group of all ranks; None for one process. ranks: their global ranks. rank: the index of this one.
+        group: the process group of all ranks; None for one process. ranks: their global ranks. rank: the index of this
+            one.
         asked: for each rank, whether it receives full tensors.
         device: of the model's tensors, on which buffers are exchanged.
-        may_gather: whether an all-gather may be used: every rank asked, and the backend copies nothing once more, as gloo's
-            does. Else each rank sends its buffer to each rank that asked.
+        may_gather: whether an all-gather may be used: every rank asked, and the backend copies nothing once more, as
+            gloo's does. Else each rank sends its buffer to each rank that asked.
     """
 
     group: Any
@@ -73,8 +74,8 @@ class BucketExchange:
     itself are left out (they are copied from its shards), or which an all-gather pads to at most 9/8 of a bucket.
 
     Args:
-        values: this rank's local tensors. target: the device of the full tensors. staging: what is sent and received, at most
-            `most_staged` bytes.
+        values: this rank's local tensors. target: the device of the full tensors. staging: what is sent and received,
+            at most `most_staged` bytes.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Full tensors of a model on any mesh, bucket by bucket, under the names of a checkpoint, on the ranks that ask for them."""
+"""Full tensors of a model on any mesh, bucket by bucket, under the names of a checkpoint, on the ranks that ask for
+them."""
 
 from __future__ import annotations
 
@@ -61,15 +62,18 @@ def export_weights(
     mesh: DeviceMesh | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> BucketIterator:
-    """Full tensors of a model, in buckets, on the ranks that ask. A collective over all processes, until the last bucket.
+    """Full tensors of a model, in buckets, on the ranks that ask. A collective over all processes, until the last
+    bucket.
 
-    Every rank iterates, also one that receives nothing. Values are those that `save_pretrained` would write, bit by bit.
-    What each rank stores is compared at the first call, and again once the model's tensors, names or settings are others: a
-    model remembers it. A `WeightExporter` says the same as an object, and can also export only what has changed.
+    Every rank iterates, also one that receives nothing. Values are those that `save_pretrained` would write, bit by
+    bit. What each rank stores is compared at the first call, and again once the model's tensors, names or settings are
+    others: a model remembers it. A `WeightExporter` says the same as an object, and can also export only what has
+    changed.
 
     Args:
         model: a module on any mesh, or a `ParallelModel`.
-        names: "hf" for the names, ties and conversions of `save_pretrained` of `transformers`; "model" for the model's own.
+        names: "hf" for the names, ties and conversions of `save_pretrained` of `transformers`; "model" for the model's
+            own.
         bucket: the size of a bucket: bytes, or a text such as "512MB". A larger tensor has a bucket of its own.
         receive: whether this rank gets the tensors. Ranks may differ.
         only: which names are exported; the same on every rank. None: all.
@@ -78,13 +82,14 @@ def export_weights(
         mesh: the mesh of all processes, if the model has none.
         timeout_s: how long ranks wait for one that neither asks for the next bucket nor stops.
 
-    Returns: an iterator of `WeightBucket`. Leaving the loop, an exception in it, `close()` and the garbage collector all stop
-        the export: every other rank then raises `export-stopped` when it asks for the next bucket, or just ends if it
-        receives nothing.
-    Raises: CheckpointError `bad-size`, `unknown-names`, `unsavable-dtype`, `unwritable-conversion`, `export-differs`, on every
-        rank, before anything is sent; in the loop `export-stopped`, `rank-lost` and `bucket-released`.
-    Cost: one exchange a bucket, of each element once to each other rank that asks, and a short message through the store.
-        Memory: two buckets on a rank that asks, including the one that was yielded; on others what they send of one.
+    Returns: an iterator of `WeightBucket`. Leaving the loop, an exception in it, `close()` and the garbage collector
+        all stop the export: every other rank then raises `export-stopped` when it asks for the next bucket, or just
+        ends if it receives nothing.
+    Raises: CheckpointError `bad-size`, `unknown-names`, `unsavable-dtype`, `unwritable-conversion`, `export-differs`,
+        on every rank, before anything is sent; in the loop `export-stopped`, `rank-lost` and `bucket-released`.
+    Cost: one exchange a bucket, of each element once to each other rank that asks, and a short message through the
+        store. Memory: two buckets on a rank that asks, including the one that was yielded; on others what they send of
+        one.
     """
     module, on_mesh = model_on_mesh(model, mesh)
     sync = RankSync(on_mesh.mesh, timeout_s, own_group=False)
@@ -211,7 +216,8 @@ class WeightExporter:
 
         Args:
             only: which names are exported; the same on every rank. None: all.
-            changed: leave out tensors that are as they were in the last export with `changed=True` that every rank ended.
+            changed: leave out tensors that are as they were in the last export with `changed=True` that every rank
+                ended.
 
         Returns: an iterator of `WeightBucket`.
         Raises: CheckpointError `export-differs`; `stale-exporter` if parameters were replaced or laid out anew.
@@ -280,7 +286,8 @@ class WeightExporter:
         return BucketIterator(plans, values, self._receivers, self._bucket_bytes, self._target, rounds, ended)
 
     def shards(self, *, only: Callable[[str], bool] | None = None) -> Iterator[WeightShard]:
-        """What this rank stores of each tensor, under its name. No collective: nothing is sent, and ranks may stop anywhere.
+        """What this rank stores of each tensor, under its name. No collective: nothing is sent, and ranks may stop
+        anywhere.
 
         Those of all ranks together cover each tensor once. Values are views of the parameters, where dtypes agree.
 

@@ -1,4 +1,5 @@
-"""The iterator of buckets. It can be left at any moment on any rank, and the other ranks learn it before they wait for it."""
+"""The iterator of buckets. It can be left at any moment on any rank, and the other ranks learn it before they wait for
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from parallelize.checkpoint.export.weight_buckets import BucketPlan, WeightBucke
 
 
 class BucketIterator(Iterator[WeightBucket]):
-    """Full tensors, bucket by bucket. An object instead of a generator: a generator that never began has no end to handle.
+    """Full tensors, bucket by bucket. An object instead of a generator: a generator that never began has no end to
+    handle.
 
     Each bucket is released when the next one is asked for, so that at most two buckets of memory are in use.
 
@@ -67,7 +69,8 @@ class BucketIterator(Iterator[WeightBucket]):
         return bucket
 
     def _next(self) -> WeightBucket | None:
-        """The next bucket, or None at the end. What may fail on one rank alone comes before the ranks go on together."""
+        """The next bucket, or None at the end. What may fail on one rank alone comes before the ranks go on
+        together."""
         if self._index == len(self._plans):
             return None
         plan = self._plans[self._index]

@@ -3,9 +3,9 @@
     rank goes on   posts its arrival, and waits until all ranks have arrived or one has stopped
     rank stops     posts that it has stopped, and waits for nobody
 
-Messages go through the store of the process group, because a rank may stop at any time: in an exception, in a `break`, in the
-garbage collector. A collective there would wait for ranks that are elsewhere. A rank enters the exchange of a bucket only after
-all ranks have arrived, so no rank waits in it for one that does not come.
+Messages go through the store of the process group, because a rank may stop at any time: in an exception, in a `break`,
+in the garbage collector. A collective there would wait for ranks that are elsewhere. A rank enters the exchange of a
+bucket only after all ranks have arrived, so no rank waits in it for one that does not come.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from parallelize.base.errors import CheckpointError, Problem, short_list
 from parallelize.base.torch_private import torch_groups as private_groups
 
 _SLICE_S = 0.5
-"""A wait for the store locks it against other threads, such as the watchdog of NCCL, so that it is split into short ones."""
+"""A wait for the store locks it against other threads, such as the watchdog of NCCL, so that it is split into short
+ones."""
 GO, STOP = "go", "stop"
 
 
@@ -124,12 +125,18 @@ def _text(value: Any) -> str:
 def _stopped(verdict: str) -> CheckpointError:
     _, rank, reason = verdict.split(" ", 2)
     what = f"rank {rank} has stopped before the last bucket: {reason}"
-    fix = "the tensors so far are right, and later ones were not sent: export again, or stop on every rank after the same bucket"
+    fix = (
+        "the tensors so far are right, and later ones were not sent: export again, or stop on every rank after the "
+        "same bucket"
+    )
     return CheckpointError(Problem("export-stopped", what, fix=fix))
 
 
 def _lost(silent: Sequence[int], timeout_s: float) -> CheckpointError:
     ranks = short_list([str(rank) for rank in silent], 8) or "unknown"
     what = f"ranks that have asked for no further bucket in {timeout_s:g} s: {ranks}"
-    fix = "iterate on every rank to the end, or close() the export where a rank stops; raise timeout_s for a slow consumer"
+    fix = (
+        "iterate on every rank to the end, or close() the export where a rank stops; raise timeout_s for a slow "
+        "consumer"
+    )
     return CheckpointError(Problem("rank-lost", what, fix=fix))

@@ -52,7 +52,8 @@ class MessageInBuffer(NamedTuple):
     Attributes:
         dtype: of the written tensor.
         source: region of the sender's local tensor; on other ranks None.
-        packed: region of the sender's buffer. target: region of the buffer of full tensors. Both in elements of `dtype`.
+        packed: region of the sender's buffer. target: region of the buffer of full tensors. Both in elements of
+            `dtype`.
     """
 
     message: TensorMessage
@@ -123,7 +124,8 @@ class WeightBucket:
 
 @dataclass(frozen=True)
 class WeightShard:
-    """A box of a full tensor that this rank stores, and sends to nobody. `tensor`: a view of the parameter, where dtypes agree."""
+    """A box of a full tensor that this rank stores, and sends to nobody. `tensor`: a view of the parameter, where
+    dtypes agree."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,8 +1,10 @@
-"""Files into tensors on a device, piece by piece through pinned memory: threads fill it while earlier pieces are copied.
+"""Files into tensors on a device, piece by piece through pinned memory: threads fill it while earlier pieces are
+copied.
 
-A copy from memory that is not pinned goes through a buffer of the driver, and the host waits for it; and one thread reads the page
-cache at a fraction of the bus's rate. So a box is cut into pieces along its first dims, threads read the next ones, and copies are
-asynchronous on the current stream. Threads go on with the pieces of the next tensor: most tensors have only a few.
+A copy from memory that is not pinned goes through a buffer of the driver, and the host waits for it; and one thread
+reads the page cache at a fraction of the bus's rate. So a box is cut into pieces along its first dims, threads read the
+next ones, and copies are asynchronous on the current stream. Threads go on with the pieces of the next tensor: most
+tensors have only a few.
 """
 
 from __future__ import annotations
@@ -62,9 +64,11 @@ class DevicePieces:
 
         After `finish`, `out` is ready for operations on the current stream alone.
 
-        read: writes a part of the box to memory, in any thread. Parts of boxes of one dim begin at multiples of `piece_bytes`, or
+        read: writes a part of the box to memory, in any thread. Parts of boxes of one dim begin at multiples of
+        `piece_bytes`, or
             with the box.
-        Raises: what `read` does, of this or of an earlier box. Outputs then have some of the pieces, and no thread reads any more.
+        Raises: what `read` does, of this or of an earlier box. Outputs then have some of the pieces, and no thread
+            reads any more.
         """
         try:
             for part, target in self._parts(box, dtype, out):
@@ -164,8 +168,8 @@ class Arena:
 
     The first write to each new page causes a page fault. For 384 MB, the faults of small pages take 0.17 s, longer than
     reading the file; those of huge pages take 0.03 s. In a virtual machine whose host reclaims free memory, a huge page
-    may take milliseconds instead (0.9 s in total). Each huge page is therefore timed, and after a few slow ones small pages
-    are used.
+    may take milliseconds instead (0.9 s in total). Each huge page is therefore timed, and after a few slow ones small
+    pages are used.
 
     Tensors share a mapping, which is freed with the last of them. Each has a storage of its own.
     """

@@ -78,8 +78,8 @@ def flush(descriptor: int) -> None:
 def close(descriptor: int) -> None:
     """Close a file or folder, without an error.
 
-    `flush` has waited for the disk and reported its errors before, so that what a close may still report is of no content. An
-    error here would fail a save on the rank that closes after the checkpoint has been published.
+    `flush` has waited for the disk and reported its errors before, so that what a close may still report is of no
+    content. An error here would fail a save on the rank that closes after the checkpoint has been published.
     """
     with suppress(OSError):
         os.close(descriptor)

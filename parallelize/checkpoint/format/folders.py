@@ -6,8 +6,8 @@
     ROOT/latest                         the name of the newest checkpoint
     ROOT/.lock                          locked by the run that writes to this folder
 
-Renaming a folder publishes it. The newest published folder is therefore the newest checkpoint; `latest` is written after
-that, for people and other tools. Does not import torch.
+Renaming a folder publishes it. The newest published folder is therefore the newest checkpoint; `latest` is written
+after that, for people and other tools. Does not import torch.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def begin(root: Path, step: int, name: str | None = None) -> Path:
 def publish(root: Path, writing: Path, step: int, manifest: bytes) -> Path:
     """Write the manifest, rename the folder, then write `latest`. Each is on the disk before the next begins.
 
-    Raises: CheckpointError `write-failed`, `already-saved`. The checkpoint is then not published, or the message says that
-        it is published and complete.
+    Raises: CheckpointError `write-failed`, `already-saved`. The checkpoint is then not published, or the message says
+        that it is published and complete.
     """
     prepare(writing, manifest)
     final = commit(root, writing, step)
@@ -141,7 +141,8 @@ def publish(root: Path, writing: Path, step: int, manifest: bytes) -> Path:
 
 
 def prepare(writing: Path, manifest: bytes) -> None:
-    """Write the manifest: the folder is then complete, and not yet published. Raises: CheckpointError `write-failed`."""
+    """Write the manifest: the folder is then complete, and not yet published. Raises: CheckpointError
+    `write-failed`."""
     with disk.reporting_errors(writing, len(manifest)):
         disk.write_file(writing / NAME, manifest)
         disk.flush_folder(writing)
@@ -160,7 +161,8 @@ def commit(root: Path, writing: Path, step: int) -> Path:
 
 
 def announce(root: Path, step: int) -> None:
-    """Flush the rename of `commit`, and write `latest`. Raises: CheckpointError `write-failed`, which says what is published."""
+    """Flush the rename of `commit`, and write `latest`. Raises: CheckpointError `write-failed`, which says what is
+    published."""
     final = root / folder_name(step)
     with disk.reporting_errors(
         final, len(final.name) + 1, f"step {step} is published and complete, but a later write failed"

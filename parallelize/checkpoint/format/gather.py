@@ -90,7 +90,8 @@ def gathered(found: Sequence[Path]) -> GatheredCheckpoint:
 
 
 def step_folders(source: Source, step: int | None = None) -> list[Path]:
-    """The folders of a step, of those of the sources that have it. Raises: CheckpointError `no-checkpoint`, `not-a-checkpoint`."""
+    """The folders of a step, of those of the sources that have it. Raises: CheckpointError `no-checkpoint`,
+    `not-a-checkpoint`."""
     roots = sources_of(source)
     if len(roots) == 1:
         return [folders.resolve(roots[0], step)]

@@ -60,7 +60,8 @@ class Header:
 
 
 def read_header(descriptor: int, size: int, where: str) -> Header:
-    """Read and check a header. Raises: CheckpointError `truncated-file`, `bad-header`, `bad-json`, with file and tensor."""
+    """Read and check a header. Raises: CheckpointError `truncated-file`, `bad-header`, `bad-json`, with file and
+    tensor."""
     if size < 8:
         raise CheckpointError(Problem("truncated-file", f"has {size} bytes, too few for a header", where))
     length = int.from_bytes(_read(descriptor, 0, 8, where), "little")

@@ -4,7 +4,8 @@
     a dict whose keys are all text                               a JSON object, in the order of the dict
     everything else                                              an object {"$": tag, ...}, see `json_decoder.py`
 
-A dict that has a key "$" is written with the tag "dict", so that user data is never read as a tag. Equal values give equal
+A dict that has a key "$" is written with the tag "dict", so that user data is never read as a tag. Equal values give
+equal
 JSON: dicts keep their order (write the JSON without `sort_keys`), and sets are sorted by the JSON of their members.
 
 Tensors are saved as dense, detached values and are loaded on the CPU. Attributes set on a dict are not saved.
@@ -39,7 +40,8 @@ from parallelize.checkpoint.format.json_decoder import (
 __all__ = ["TensorSink", "TensorSource", "decode", "encode"]
 
 TensorSink = Callable[[str, torch.Tensor], str]
-"""(where, tensor) -> the key under which the tensor is stored. The tensor is detached; it may share memory with the user's."""
+"""(where, tensor) -> the key under which the tensor is stored. The tensor is detached; it may share memory with the
+user's."""
 
 INLINE_BYTES = 4096  # larger tensors are passed to the sink
 
@@ -58,7 +60,8 @@ def encode(value: Any, where: str = "value", tensors: TensorSink | None = None) 
 
 
 class _Encoder:
-    """One traversal. `open` has the ids of the containers around the current value; `in_key` is positive inside a key."""
+    """One traversal. `open` has the ids of the containers around the current value; `in_key` is positive inside a
+    key."""
 
     def __init__(self, tensors: TensorSink | None):
         self.tensors = tensors
@@ -164,7 +167,8 @@ def _check_plain(value: torch.Tensor, where: str) -> None:
 
 
 def _bytes_of(value: torch.Tensor) -> bytes:
-    """The bytes of a tensor, without NumPy. In chunks, because a list of numbers takes eight times the memory of the bytes."""
+    """The bytes of a tensor, without NumPy. In chunks, because a list of numbers takes eight times the memory of the
+    bytes."""
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     flat = plain.reshape(-1).view(torch.uint8)
     return b"".join(bytes(chunk.tolist()) for chunk in flat.split(1 << 20))

@@ -102,7 +102,8 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises: CheckpointError `not-a-checkpoint`, `corrupt-manifest`, `newer-format`, `bad-manifest`, and of `read_small`."""
+    """Raises: CheckpointError `not-a-checkpoint`, `corrupt-manifest`, `newer-format`, `bad-manifest`, and of
+    `read_small`."""
     try:
         text = read_small(folder, NAME, 4 << 30)
     except CheckpointError as error:

@@ -1,4 +1,5 @@
-"""Reading boxes of tensors from a safetensors file: only the bytes of the box, checked against digests if there are any."""
+"""Reading boxes of tensors from a safetensors file: only the bytes of the box, checked against digests if there are
+any."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class TensorFile:
             expected: its size and header digest according to a manifest.
             buffers: shared with other files.
 
-        Raises: CheckpointError of `open_file` and `read_header`; `wrong-size`, `corrupt-header` if it is not as `expected`.
+        Raises: CheckpointError of `open_file` and `read_header`; `wrong-size`, `corrupt-header` if it is not as
+            `expected`.
         """
         self.path = folder / name
         self._descriptor, self.size = open_file(folder, name)
@@ -173,8 +175,8 @@ class TensorFile:
         out.copy_(staging.view(torch_dtype(entry.dtype)).view(shape_of(box)))
 
     def _read_by_pieces(self, entry: TensorEntry, box: Box, out: T, check: bool) -> bool:
-        """Begin to read a box into a tensor on a device. False, and nothing is read, where it is one number, or not a run of the
-        same bytes in file and tensor, and compared with digests.
+        """Begin to read a box into a tensor on a device. False, and nothing is read, where it is one number, or not a
+        run of the same bytes in file and tensor, and compared with digests.
         """
         if not box:
             return False
@@ -211,10 +213,12 @@ class TensorFile:
             self._copy_mapped(entry, box, data)
 
     def mapped(self, name: str, box: Box) -> T | None:
-        """A box of a tensor as a view of a private map of the file, which writes do not reach. None where it is not one run of bytes.
+        """A box of a tensor as a view of a private map of the file, which writes do not reach. None where it is not one
+        run of bytes.
 
-        The map lives as long as views of it, also after `close`. Pages are read when they are used first, and digests are not compared.
-        Whoever truncates or overwrites the file meanwhile changes the values, or ends the process (SIGBUS).
+        The map lives as long as views of it, also after `close`. Pages are read when they are used first, and digests
+        are not compared. Whoever truncates or overwrites the file meanwhile changes the values, or ends the process
+        (SIGBUS).
 
         Raises: CheckpointError `missing-tensor`, `truncated-file`.
         """
@@ -347,7 +351,8 @@ class TensorFile:
         return num_bytes
 
     def check_all(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read every tensor and check it against its digests. Raises: CheckpointError `corrupt-tensor`, `truncated-file`."""
+        """Read every tensor and check it against its digests. Raises: CheckpointError `corrupt-tensor`,
+        `truncated-file`."""
         for entry in self.header.entries.values():
             for at in range(0, entry.num_bytes, BLOCK_BYTES):
                 content = bytes_of(self._buffers.blocks.of(min(BLOCK_BYTES, entry.num_bytes - at)))
@@ -360,7 +365,8 @@ class TensorFile:
 
 
 def _copy_box(full: T, entry: TensorEntry, box: Box, data: memoryview) -> None:
-    """Copy a box of a tensor into memory. `full`: all bytes of the tensor. Works on bytes: files do not align tensors."""
+    """Copy a box of a tensor into memory. `full`: all bytes of the tensor. Works on bytes: files do not align
+    tensors."""
     shape = (*entry.shape[:-1], entry.shape[-1] * entry.item_bytes)
     last = (box[-1][0] * entry.item_bytes, box[-1][1] * entry.item_bytes)
     part = full.view(shape)[slices_of((*box[:-1], last))]

@@ -1,7 +1,8 @@
-"""Adapters of a planned model as PEFT's folders: adapter_config.json and adapter_model.safetensors, written by PEFT itself.
+"""Adapters of a planned model as PEFT's folders: adapter_config.json and adapter_model.safetensors, written by PEFT
+itself.
 
-Full tensors of the adapters alone are gathered on the first rank. PEFT loads such a folder on any mesh or none, and what it has written
-itself loads here: `PeftModel.from_pretrained(model, folder)`, `model.load_adapter(folder, name)`.
+Full tensors of the adapters alone are gathered on the first rank. PEFT loads such a folder on any mesh or none, and
+what it has written itself loads here: `PeftModel.from_pretrained(model, folder)`, `model.load_adapter(folder, name)`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def save_adapter(model: Any, folder: str | os.PathLike, *, timeout_s: float = TI
 
     Returns: the folder. It is renamed into place after everything was written.
     Raises: CheckpointError `no-adapters`, `folder-not-empty`, `unsavable-adapter`, `write-failed`, on every rank.
-    Cost: one all-gather of each adapter tensor over the axes that shard it; the stages of a pipeline send theirs to the first rank.
+    Cost: one all-gather of each adapter tensor over the axes that shard it; the stages of a pipeline send theirs to the
+        first rank.
     """
     root = model if isinstance(model, nn.Module) else model.module
     if not hasattr(root, "peft_config"):
@@ -178,7 +180,8 @@ def stock_name(name: str, prefix: str) -> str:
 
 
 def new_adapters(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """(layer of PEFT, adapter) for adapters on the meta device that PEFT can initialize: of a model that no plan has sharded."""
+    """(layer of PEFT, adapter) for adapters on the meta device that PEFT can initialize: of a model that no plan has
+    sharded."""
     return [
         (layer, name)
         for layer in module.modules()
@@ -278,7 +281,8 @@ def stock_module(module: nn.Module) -> nn.Module:
 
 
 def adapter_state(module: nn.Module) -> tuple[Any, ...]:
-    """What decides which weights are those of the model: merged adapters, and active copies. It changes without any tensor."""
+    """What decides which weights are those of the model: merged adapters, and active copies. It changes without any
+    tensor."""
     return tuple(_active_copies(module).items()), tuple(_unmerged(module))
 
 
@@ -286,13 +290,20 @@ def refuse_unmerged(module: nn.Module, call: str) -> None:
     """Raises: CheckpointError `unmerged-adapters` for a model whose adapters are beside its weights."""
     unmerged = list(_unmerged(module))
     if unmerged:
-        what = f"{call} writes one weight for each layer under the names of the Hub, and {len(unmerged)} have adapters beside it"
-        fix = "model.merge_adapter() before and model.unmerge_adapter() after; or save_adapter(model, folder), which writes the adapters"
+        what = (
+            f"{call} writes one weight for each layer under the names of the Hub, and {len(unmerged)} have adapters "
+            "beside it"
+        )
+        fix = (
+            "model.merge_adapter() before and model.unmerge_adapter() after; or save_adapter(model, folder), which "
+            "writes the adapters"
+        )
         raise CheckpointError(Problem("unmerged-adapters", what, unmerged[0], fix=fix))
 
 
 def _is_saved(name: str, copies: dict[str, str]) -> bool:
-    """Whether a parameter or buffer is one of the stock model, or takes the place of one. copies: wrapper -> active copy."""
+    """Whether a parameter or buffer is one of the stock model, or takes the place of one. copies: wrapper -> active
+    copy."""
     if copy := _COPIED.match(name):
         return copies.get(copy[1]) == copy[2]
     if original := _ORIGINAL.match(name):

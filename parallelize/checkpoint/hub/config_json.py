@@ -1,4 +1,5 @@
-"""The config.json and generation_config.json of a folder in Hugging Face's layout, which are not trusted. Torch-free."""
+"""The config.json and generation_config.json of a folder in Hugging Face's layout, which are not trusted.
+Torch-free."""
 
 from __future__ import annotations
 

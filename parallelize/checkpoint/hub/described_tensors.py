@@ -1,9 +1,10 @@
-"""What each rank stores of a model, as one short message: tensors that are laid out alike share the text of their boxes.
+"""What each rank stores of a model, as one short message: tensors that are laid out alike share the text of their
+boxes.
 
 names    of this rank's tensors, in the order of the model
 layouts  different [dtype, boxes that the rank owns], and layout_of: for each tensor, the number of its own
 shapes   on the first rank of a pipeline stage: different full shapes, and shape_of; several names of a tensor; which are buffers
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

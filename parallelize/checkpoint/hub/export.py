@@ -1,7 +1,7 @@
 """Writing weights in Hugging Face's layout. Every rank writes its own files, and no rank stores the unsharded model.
 
-The files contain full tensors. Each tensor is gathered on the rank that writes it, one tensor at a time per rank, and all
-ranks write concurrently. All ranks know which boxes each rank owns, so all derive the same messages.
+The files contain full tensors. Each tensor is gathered on the rank that writes it, one tensor at a time per rank, and
+all ranks write concurrently. All ranks know which boxes each rank owns, so all derive the same messages.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def save_pretrained(
 ) -> Path:
     """Write the weights of a model in the format of `transformers`. A collective over all processes.
 
-    Ties, names and conversions are those of `save_pretrained` of `transformers`; of a model with adapters of PEFT those of the stock
-    model, with what is merged and with the active copies of `modules_to_save`. For its models, config.json and
-    generation_config.json are written too. Memory: one full tensor per rank, besides its shards.
+    Ties, names and conversions are those of `save_pretrained` of `transformers`; of a model with adapters of PEFT those
+    of the stock model, with what is merged and with the active copies of `modules_to_save`. For its models, config.json
+    and generation_config.json are written too. Memory: one full tensor per rank, besides its shards.
 
     Args:
         model: a module on any mesh, or a `ParallelModel`.
@@ -60,8 +60,8 @@ def save_pretrained(
         timeout_s: seconds to wait for other ranks.
 
     Returns: the folder. It is renamed into place after everything was written.
-    Raises: CheckpointError `quantized-base`, `unmerged-adapters`, `folder-not-empty`, `write-failed`, `unwritable-conversion`, `unsavable-dtype`, `bad-size`, on
-        every rank. `folder` is then empty.
+    Raises: CheckpointError `quantized-base`, `unmerged-adapters`, `folder-not-empty`, `write-failed`,
+        `unwritable-conversion`, `unsavable-dtype`, `bad-size`, on every rank. `folder` is then empty.
     Cost: each element is sent once to the rank that writes it, point to point over gloo, unless that rank owns it; and
         rendezvous of all ranks for errors.
     """
@@ -140,7 +140,8 @@ class _Export:
     def _write(
         self, writing: Path, files: Mapping[str, list[str]], tensors: Mapping[str, HubTensor]
     ) -> ParallelizeError | None:
-        """Write the files of this rank. After a failure it still takes part in all rounds, or other ranks would deadlock."""
+        """Write the files of this rank. After a failure it still takes part in all rounds, or other ranks would
+        deadlock."""
         names = list(files)
         by_writer: list[list[str]] = [[] for _ in range(self.sync.size)]
         for number, file in enumerate(names):

@@ -19,8 +19,8 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
 def write_extras(module: nn.Module, folder: Path, dtype: torch.dtype | None, carry: str | os.PathLike | None) -> None:
-    """Write config.json and generation_config.json of a `transformers` model, and copy the files of `carry` that are not
-    weights; its generation_config.json where the model's says no more than its config does.
+    """Write config.json and generation_config.json of a `transformers` model, and copy the files of `carry` that are
+    not weights; its generation_config.json where the model's says no more than its config does.
 
     Args:
         module: the module whose config is written.
@@ -47,7 +47,8 @@ def write_extras(module: nn.Module, folder: Path, dtype: torch.dtype | None, car
 
 
 def _is_carried(generation: Any, config: Any, carry: str | os.PathLike | None) -> bool:
-    """Whether the file of `carry` is copied as it is: the model has its settings, or those with which its config builds any model."""
+    """Whether the file of `carry` is copied as it is: the model has its settings, or those with which its config builds
+    any model."""
     if carry is None or not (Path(carry) / _GENERATION).is_file():
         return False
     made = type(generation)

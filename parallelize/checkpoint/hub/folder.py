@@ -48,11 +48,11 @@ class HubFolder:
         """
         Args:
             path: a folder, or one .safetensors file.
-            allow_pickle: read `pytorch_model.bin` if there are no safetensors files. Reading a pickle can run code. PyTorch's
-                restricted reader (`weights_only=True`) is used, which refuses most of it.
+            allow_pickle: read `pytorch_model.bin` if there are no safetensors files. Reading a pickle can run code.
+                PyTorch's restricted reader (`weights_only=True`) is used, which refuses most of it.
 
-        Raises: CheckpointError `no-weights`, `pickle-only`, `quantized`, `bad-index`, `missing-file`, `unsafe-path`, and of
-            `TensorFile` and `read_hub_config`.
+        Raises: CheckpointError `no-weights`, `pickle-only`, `quantized`, `bad-index`, `missing-file`, `unsafe-path`,
+            and of `TensorFile` and `read_hub_config`.
         """
         path = Path(path)
         self.folder, name = (path.parent, path.name) if path.is_file() else (path, "")
@@ -178,7 +178,10 @@ def _unquantized_config(folder: Path) -> dict[str, Any]:
     """Raises: CheckpointError of `read_hub_config`, `quantized`."""
     config = read_hub_config(folder)
     if config.get("quantization_config"):
-        fix = "weights that are not quantized, which quantize(model, 'nf4') before loading lets be quantized while they are read"
+        fix = (
+            "weights that are not quantized, which quantize(model, 'nf4') before loading lets be quantized while they "
+            "are read"
+        )
         raise CheckpointError(Problem("quantized", "the weights are quantized", str(folder), fix=fix))
     return config
 
@@ -261,7 +264,8 @@ def map_parameters(
     """Make parameters that were allocated, and not written to, views of the files; move all others to huge pages.
 
     Args:
-        tensors: (name in the model, its local tensor) of all parameters and buffers. loaded: the names that the folder has.
+        tensors: (name in the model, its local tensor) of all parameters and buffers. loaded: the names that the folder
+            has.
         reads_of: what would fill a local tensor.
 
     Returns: the names of the parameters that are views, and every local tensor with its new memory.

@@ -1,7 +1,7 @@
 """The conversions of transformers between the tensors of a checkpoint and those of a model.
 
-Its own conversions run here, on tensors without data (`traced.py`), so that any conversion of any version works. This room
-imports transformers in this file only, and only for a model of transformers.
+Its own conversions run here, on tensors without data (`traced.py`), so that any conversion of any version works. This
+room imports transformers in this file only, and only for a model of transformers.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ConvertedCheckpoint:
     Attributes:
         tensors: the tensors by their name in the model.
         unused: tensors of the checkpoint that the model has no use for, and the names to which they would be converted.
-        failed: problems of conversions that do not match the tensors of the checkpoint, with the names in the model that
-            they would have made.
+        failed: problems of conversions that do not match the tensors of the checkpoint, with the names in the model
+            that they would have made.
     """
 
     tensors: dict[str, ConvertedTensor] = field(default_factory=dict)
@@ -85,7 +85,8 @@ def _machinery() -> SimpleNamespace | None:
 
 
 class FullShapeModel:
-    """The model that is passed to conversions: parameters have their full shapes, other attributes are those of the module.
+    """The model that is passed to conversions: parameters have their full shapes, other attributes are those of the
+    module.
 
     In a pipeline, the module itself does not have the parameters of other stages.
     """
@@ -232,7 +233,8 @@ def _renamed(
 def revert(module: nn.Module, state: Mapping[str, Traced]) -> dict[str, Traced]:
     """The tensors that `save_pretrained` would write for a state dict, by name in the checkpoint.
 
-    Raises: CheckpointError `unwritable-conversion`, if a conversion cannot be reverted, or its result is not made of boxes.
+    Raises: CheckpointError `unwritable-conversion`, if a conversion cannot be reverted, or its result is not made of
+        boxes.
     """
     machinery = _machinery() if is_of_transformers(module) else None
     if machinery is None:

@@ -32,7 +32,8 @@ _MAX_CANDIDATES = 200
 
 @dataclass(frozen=True)
 class ComputedTensor:
-    """A tensor of the model that is not made of boxes. `compute` returns it, from the full tensors `sources` by name."""
+    """A tensor of the model that is not made of boxes. `compute` returns it, from the full tensors `sources` by
+    name."""
 
     sources: tuple[str, ...]
     compute: Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -61,8 +62,8 @@ class TensorSources:
     Attributes:
         by_name: canonical name -> parts that cover the tensor, or how it is computed. Optional tensors that the
             checkpoint does not contain are omitted, and so are non-persistent buffers.
-        twins: (used, ignored): two tensors of the checkpoint for one tied parameter of the model. They have the same shape,
-            and the caller must check that they are equal. If they differ, transformers would untie the model.
+        twins: (used, ignored): two tensors of the checkpoint for one tied parameter of the model. They have the same
+            shape, and the caller must check that they are equal. If they differ, transformers would untie the model.
     """
 
     by_name: dict[str, tuple[Part, ...] | ComputedTensor]
@@ -226,7 +227,8 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _ignored(module: nn.Module, derived: set[str]) -> Callable[[str], bool]:
-    """A test for unexpected names that are ignored, as in transformers: by patterns of the class, or not persistent buffers."""
+    """A test for unexpected names that are ignored, as in transformers: by patterns of the class, or not persistent
+    buffers."""
     patterns = _patterns(module, "_keys_to_ignore_on_load_unexpected")
     # buffers that older versions stored, as in `_adjust_missing_and_unexpected_keys`
     if is_of_transformers(module) and any(buffer.endswith("rotary_emb.inv_freq") for buffer in derived):

@@ -84,30 +84,33 @@ def load_pretrained(
     """Load the weights of a checkpoint in Hugging Face's layout into a model. A collective over all processes.
 
     Each rank reads only its own shards. A model on the meta device is allocated first and filled in place. A model with
-    values is changed only after everything was read. Floating-point tensors are converted to the dtype of the model; the weights
-    of quantized linears are quantized while they are read, a part at a time. With adapters of PEFT, the folder is that of the stock
-    model: adapters keep their values, and those on the meta device get PEFT's initial ones, from torch's generator. As with
-    `from_pretrained`, the folder's generation_config.json becomes the model's `generation_config`.
+    values is changed only after everything was read. Floating-point tensors are converted to the dtype of the model;
+    the weights of quantized linears are quantized while they are read, a part at a time. With adapters of PEFT, the
+    folder is that of the stock model: adapters keep their values, and those on the meta device get PEFT's initial ones,
+    from torch's generator. As with `from_pretrained`, the folder's generation_config.json becomes the model's
+    `generation_config`.
 
     Args:
         model: an unsharded, parallelized or pipelined module, with or without ZeRO; or a `ParallelModel`.
         folder: a folder with `model.safetensors` or its index; or one .safetensors file.
-        device: the device on which a model on the meta device is allocated. Default: the device type of the mesh, or the
-            CPU.
+        device: the device on which a model on the meta device is allocated. Default: the device type of the mesh, or
+            the CPU.
         mesh: the mesh of all processes, if the model has none.
         allow_missing: tensors that are not in the folder keep their values. No effect for a model on the meta device.
         allow_unexpected: ignore tensors that the model does not have.
         allow_pickle: read `pytorch_model.bin` if there are no safetensors files; see `HubFolder`.
         rebuild: functions that recreate buffers of a model on the meta device, by name, as for `materialize`.
-        mapped: a parameter whose shard is one run of bytes in a safetensors file of the model's dtype (shards along dim 0, and full
-            tensors) becomes a view of the file, whose pages are read at their first use and copied at their first write; the file is
-            never written to. Others are copied. For a model on meta that is loaded to the CPU without ZeRO. The files must not be changed
-            while the model lives: its values would change, or the process would end (SIGBUS) where a file is truncated.
+        mapped: a parameter whose shard is one run of bytes in a safetensors file of the model's dtype (shards along dim
+            0, and full tensors) becomes a view of the file, whose pages are read at their first use and copied at their
+            first write; the file is never written to. Others are copied. For a model on meta that is loaded to the CPU
+            without ZeRO. The files must not be changed while the model lives: its values would change, or the process
+            would end (SIGBUS) where a file is truncated.
         timeout_s: seconds to wait for other ranks.
 
     Returns: the bytes read and filled by this rank.
     Raises: CheckpointError, on every rank: `missing-tensor` and `unexpected-tensor` with similar names, `wrong-shape`,
-        `wrong-dtype`, `twins-differ`, `not-mappable`, and those of the files (see `HubFolder`). The model is then unchanged.
+        `wrong-dtype`, `twins-differ`, `not-mappable`, and those of the files (see `HubFolder`). The model is then
+        unchanged.
     Cost: two small rendezvous of all ranks (names and shapes; errors). No tensor is communicated.
     """
     module, on_mesh = model_on_mesh(model, mesh)
@@ -255,7 +258,8 @@ def fqn_of(tensor: LocalTensor) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """One read: a box of a tensor of the folder, and a view of its shape, in the tensor `target` of the model, to read it into."""
+    """One read: a box of a tensor of the folder, and a view of its shape, in the tensor `target` of the model, to read
+    it into."""
 
     source: str
     box: Box

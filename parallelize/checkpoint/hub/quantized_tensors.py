@@ -1,7 +1,8 @@
 """Weights that are quantized while they are read: each rank reads the elements of its own blocks, a part at a time.
 
-A Hugging Face folder has the weight of a linear, and the model has its codes and scales. A block has all its elements on one rank, so
-that its codes are those of quantizing the full weight, on any mesh. Neither that weight nor this rank's shard of it is ever in memory.
+A Hugging Face folder has the weight of a linear, and the model has its codes and scales. A block has all its elements
+on one rank, so that its codes are those of quantizing the full weight, on any mesh. Neither that weight nor this rank's
+shard of it is ever in memory.
 """
 
 from __future__ import annotations
@@ -92,11 +93,15 @@ def with_weights(tensors: Sequence[ModelTensor], quantized: Sequence[QuantizedTe
 
 
 def refuse_quantized(on_mesh: ModelOnMesh, call: str) -> None:
-    """Raises: CheckpointError `quantized-base` for a model whose weights a folder of Hugging Face's layout cannot have."""
+    """Raises: CheckpointError `quantized-base` for a model whose weights a folder of Hugging Face's layout cannot
+    have."""
     quantized = quantized_tensors(on_mesh)
     if quantized:
         what = f"{call} writes weights under the names of the Hub, and {len(quantized)} linears have quantized ones"
-        fix = "save_adapter(model, folder), as the base is what it was read from; codes: Checkpointer, export_weights(names='model')"
+        fix = (
+            "save_adapter(model, folder), as the base is what it was read from; codes: Checkpointer, "
+            "export_weights(names='model')"
+        )
         raise CheckpointError(Problem("quantized-base", what, fix=fix))
 
 
@@ -138,7 +143,8 @@ def quantize_while_reading(
 
 
 def _boxes(scales: Box, item: QuantizedTensors) -> Iterator[tuple[Box, Any]]:
-    """Boxes of a weight of at most `PART_BYTES`, for a box of its scales, and the part of that box that each one is: rows, of an expert."""
+    """Boxes of a weight of at most `PART_BYTES`, for a box of its scales, and the part of that box that each one is:
+    rows, of an expert."""
     if len(scales) == 3:
         first_expert, stop = scales[0]
         for expert in range(first_expert, stop):

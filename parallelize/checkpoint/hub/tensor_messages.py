@@ -1,6 +1,7 @@
 """The tensors of a Hugging Face checkpoint, and which boxes of a rank's shards each of them is made of.
 
-Every rank knows which boxes each rank owns, so all derive the same messages, in the same order, without sending anything more.
+Every rank knows which boxes each rank owns, so all derive the same messages, in the same order, without sending
+anything more.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ def _own_parts(model: Sequence[ModelTensor], owners: Mapping[str, Any]) -> dict[
 
 
 def dtype_code(dtype: torch.dtype | None) -> str | None:
-    """The name that safetensors has for a dtype. Raises: CheckpointError `unsavable-dtype` for one that is not floating-point."""
+    """The name that safetensors has for a dtype. Raises: CheckpointError `unsavable-dtype` for one that is not
+    floating-point."""
     code = code_of(dtype) if dtype is not None else None
     if dtype is not None and (code is None or not dtype.is_floating_point):
         what = f"weights cannot be written as {dtype}"

@@ -1,8 +1,8 @@
 """Tensors without data that record the source of their elements, to find out what a conversion of transformers moves.
 
-Boxes of elements are traced through the ops that map boxes to boxes: stacking, concatenating, splitting, slicing, permuting
-dims. The result of any other op records only the names of its source tensors. `hf_conversions.py` runs the conversions of
-transformers on these tensors.
+Boxes of elements are traced through the ops that map boxes to boxes: stacking, concatenating, splitting, slicing,
+permuting dims. The result of any other op records only the names of its source tensors. `hf_conversions.py` runs the
+conversions of transformers on these tensors.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _opaque(func: Any, inputs: list[torch.Tensor], args: tuple, kwargs: dict) ->
 
 
 def _running_conversion() -> str:
-    """The class whose method `convert` is on the stack: the operation that transformers is running. Empty if none is."""
+    """The class whose method `convert` is on the stack: the operation that transformers is running. Empty if none
+    is."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "convert" and "self" in frame.f_locals:

@@ -49,23 +49,23 @@ class Checkpointer:
                 if (step + 1) % 100 == 0:
                     checkpoints.save(step + 1)
 
-    Build it on every rank, after the model was wrapped and the optimizer was built. `save`, `resume`, `wait` and `close` are
-    collectives. A folder has one writer at a time.
+    Build it on every rank, after the model was wrapped and the optimizer was built. `save`, `resume`, `wait` and
+    `close` are collectives. A folder has one writer at a time.
 
     Args:
-        folder: a folder on a file system that all ranks see, which is checked at once; or, with `shared=False`, a folder of
-            each node.
+        folder: a folder on a file system that all ranks see, which is checked at once; or, with `shared=False`, a
+            folder of each node.
         model: a `ParallelModel`, or a module on any or no mesh.
         optimizer: one, or several by name.
         scheduler: one, or several by name.
         streams: random streams to save and restore.
-        data: an object with `state_dict` and `load_state_dict` for the position in the data, such as `GlobalBatches`; the
-            state of each data rank is saved.
+        data: an object with `state_dict` and `load_state_dict` for the position in the data, such as `GlobalBatches`;
+            the state of each data rank is saved.
         user: more such objects by name. Every rank's `state_dict` is called; the first rank's state is saved.
         mesh: the mesh of all processes, if the model has none.
-        shared: all ranks see the folder. False: nodes have disks of their own. Ranks that see the same folder are one node, which
-            keeps the files of its ranks. A checkpoint is published on all nodes or on none, and `resume` sends to each rank what
-            its node lacks.
+        shared: all ranks see the folder. False: nodes have disks of their own. Ranks that see the same folder are one
+            node, which keeps the files of its ranks. A checkpoint is published on all nodes or on none, and `resume`
+            sends to each rank what its node lacks.
         asynchronous: `save` returns when the state is copied, and files are written in the background. The next call
             raises errors of the background save.
         keep_last: the number of newest checkpoints to keep. None: all.
@@ -78,10 +78,10 @@ class Checkpointer:
         values: the `values` that were passed to `save`, of the checkpoint that was resumed.
         save_s: seconds that the last save took on this rank, its background included; 0 before the first.
 
-    Raises: CheckpointError `not-shared`, `folder-in-use`, `folders-differ`, `bad-retention`, `bad-name`, `not-stateful`;
-        ModelError `partial-mesh`, `wrapped-model`.
-    Cost: each call sends short messages over a gloo group of its own. Tensors are sent only by `resume` with `shared=False`:
-        otherwise each rank writes and reads files.
+    Raises: CheckpointError `not-shared`, `folder-in-use`, `folders-differ`, `bad-retention`, `bad-name`,
+        `not-stateful`; ModelError `partial-mesh`, `wrapped-model`.
+    Cost: each call sends short messages over a gloo group of its own. Tensors are sent only by `resume` with
+        `shared=False`: otherwise each rank writes and reads files.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class Checkpointer:
 
         Raises: CheckpointError `bad-step`, `already-saved`, `newer-checkpoints`, `unsavable-value` and other errors of
             the state, the files and the file system, on every rank; earlier checkpoints are unchanged. Errors in the
-            background are raised by the next call. HandshakeError `ties-differ`, where copies of a tied parameter on two
-            stages do: one of them would be saved.
+            background are raised by the next call. HandshakeError `ties-differ`, where copies of a tied parameter on
+            two stages do: one of them would be saved.
         Cost: short messages, and no tensors. Of elements that several ranks store, one rank writes them. With
             `asynchronous`, the call first waits for the save before it, then copies this rank's elements to host
             memory.
@@ -211,13 +211,14 @@ class Checkpointer:
     # -- signals --------------------------------------------------------------------------------------------------
 
     def stop_on_signals(self, *, grace_s: float = 30.0, signals: Sequence[signal.Signals] = SIGNALS) -> None:
-        """From now on a signal to any rank is a request to stop, which `stops` answers. A collective, in the main thread.
+        """From now on a signal to any rank is a request to stop, which `stops` answers. A collective, in the main
+        thread.
 
         A second signal, two seconds later or more, ends the process at once; the last checkpoint is intact.
 
         Args:
-            grace_s: seconds between the signal and the kill that follows it: 30 under torchrun and Kubernetes. A save that is
-                expected to take longer, by the size of the state and the speed of the folder, is warned of now.
+            grace_s: seconds between the signal and the kill that follows it: 30 under torchrun and Kubernetes. A save
+                that is expected to take longer, by the size of the state and the speed of the folder, is warned of now.
             signals: which ones.
 
         Raises: CheckpointError `not-main-thread`.
@@ -244,8 +245,8 @@ class Checkpointer:
 
         Returns: the same on every rank, at the same step.
         Raises: as `save`; CheckpointError `rank-lost`.
-        Cost: one all_reduce of two numbers a step, which is not waited for where steps are shorter than 0.25 s: the answer
-            comes one step later then.
+        Cost: one all_reduce of two numbers a step, which is not waited for where steps are shorter than 0.25 s: the
+            answer comes one step later then.
         """
         if self._stopping is None:
             what = "stops() was called before stop_on_signals()"
@@ -270,7 +271,8 @@ class Checkpointer:
         """The manifest of the checkpoint that `resume` would load, whose `about` describes its run. A collective.
 
         Returns: None where there is no checkpoint.
-        Raises: CheckpointError of the folder and of the manifest, on every rank; the error of an earlier save in the background.
+        Raises: CheckpointError of the folder and of the manifest, on every rank; the error of an earlier save in the
+            background.
         Cost: one small file is read.
         """
         self.wait()
@@ -299,8 +301,8 @@ class Checkpointer:
     ) -> int:
         """Load the newest checkpoint, or that of `step`. Without `step`, an empty folder changes nothing. A collective.
 
-        Learning rates and other options of an optimizer's groups, and the attributes of schedulers, are the saved ones, as after
-        PyTorch's `load_state_dict`: what is to be another is set afterwards.
+        Learning rates and other options of an optimizer's groups, and the attributes of schedulers, are the saved ones,
+        as after PyTorch's `load_state_dict`: what is to be another is set afterwards.
 
         Args:
             step: which checkpoint. None: the newest.

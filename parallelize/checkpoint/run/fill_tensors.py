@@ -1,8 +1,9 @@
-"""Filling local tensors from the files of a checkpoint: each rank reads only its own elements, in the order of the files.
+"""Filling local tensors from the files of a checkpoint: each rank reads only its own elements, in the order of the
+files.
 
-Tensors that are not in use yet (a model from the meta device, new optimizer state) are read and compared in one pass. Tensors
-that are in use are filled in place, after all hashes were correct on every rank: the page cache still contains the bytes, so
-the second read is fast, and there is never a second copy of the state.
+Tensors that are not in use yet (a model from the meta device, new optimizer state) are read and compared in one pass.
+Tensors that are in use are filled in place, after all hashes were correct on every rank: the page cache still contains
+the bytes, so the second read is fast, and there is never a second copy of the state.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ def load_run(
 
 
 def _open(folder: Path) -> Files:
-    """The files of a folder that all ranks see. Raises: CheckpointError `missing-node-files` and those of `read_manifest`."""
+    """The files of a folder that all ranks see. Raises: CheckpointError `missing-node-files` and those of
+    `read_manifest`."""
     manifest = read_manifest(folder)
     if saving_nodes(manifest.about):  # otherwise a missing file is an error when it is needed
         check_files(manifest, [name for name in manifest.files if (folder / name).is_file()], str(folder), _NODES_FIX)
@@ -274,7 +275,10 @@ def _check_dtypes(manifest: Manifest, tensors: list[LocalTensor], cast: bool) ->
         refused = lossy_integers or lossy
         saved, tensor = manifest.tensors[refused[0]], targets_of[refused[0]][0]
         count = "1 tensor was" if len(refused) == 1 else f"{len(refused)} tensors were"
-        what = f"{count} saved in a wider dtype than the model keeps: {_fqn(refused[0])} {saved.dtype}, here {tensor.dtype}"
+        what = (
+            f"{count} saved in a wider dtype than the model keeps: {_fqn(refused[0])} {saved.dtype}, here "
+            f"{tensor.dtype}"
+        )
         fix = "cast=True accepts the loss; or widen the model first"
         raise CheckpointError(Problem("narrower-dtype", what, fix=fix))
 

@@ -60,10 +60,11 @@ def load_checkpoint(
 
     Returns: the checkpoint's step.
     Raises: CheckpointError with file and tensor, on every rank, before anything is changed: `missing-tensor`,
-        `unexpected-tensor`, `wrong-shape`, `narrower-dtype`, `missing-state`, `other-checkpoint`, `missing-node-files` and those
-        of damaged files.
-    Cost: each rank reads its own elements only; with `check`, those in use are read twice, the second time from the page
-        cache. Short messages are sent, and no tensors but, with `shared=False`, those of files that a rank does not see.
+        `unexpected-tensor`, `wrong-shape`, `narrower-dtype`, `missing-state`, `other-checkpoint`, `missing-node-files`
+        and those of damaged files.
+    Cost: each rank reads its own elements only; with `check`, those in use are read twice, the second time from the
+        page cache. Short messages are sent, and no tensors but, with `shared=False`, those of files that a rank does
+        not see.
     """
     _, on_mesh = model_on_mesh(model, mesh)
     run = run_of(model, optimizer=optimizer, scheduler=scheduler)

@@ -1,7 +1,7 @@
 """The tensors of a training state on this rank, and the part of each that this rank writes.
 
-Every rank decides by itself, from its coordinates in the mesh: no message is needed, and no tensor is sent. Elements that
-several ranks store are written once; large ones are split among those ranks, so that all of them write.
+Every rank decides by itself, from its coordinates in the mesh: no message is needed, and no tensor is sent. Elements
+that several ranks store are written once; large ones are split among those ranks, so that all of them write.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ SPLIT_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class BoxToWrite:
-    """A box of a full tensor that this rank writes. `key`: its name in the file. `value`: a view of the local tensor."""
+    """A box of a full tensor that this rank writes. `key`: its name in the file. `value`: a view of the local
+    tensor."""
 
     key: str
     box: Box
@@ -209,7 +210,8 @@ def weights(on_mesh: ModelOnMesh) -> list[LocalTensor]:
 
 
 def parameters(on_mesh: ModelOnMesh, masters: Mapping[int, Any] | None = None) -> list[LocalTensor]:
-    """The model's own parameters and persistent buffers. `masters`: id of a parameter -> what is saved instead of it."""
+    """The model's own parameters and persistent buffers. `masters`: id of a parameter -> what is saved instead of
+    it."""
     data, where, masters = data_of(on_mesh.module), StoredSlices(on_mesh.module), masters or {}
     compute = getattr(data, "compute", None)
     tensors = []

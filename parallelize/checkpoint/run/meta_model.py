@@ -28,7 +28,8 @@ class MetaModel:
         self._before: list[tuple[dict, dict]] = []
 
     def allocate(self, device: Any = None, rebuild: Rebuild | None = None, *, in_arena: bool = True) -> None:
-        """Allocate parameters and buffers; on the CPU in huge pages. in_arena=False: the caller chooses the memory of parameters."""
+        """Allocate parameters and buffers; on the CPU in huge pages. in_arena=False: the caller chooses the memory of
+        parameters."""
         for owner in self.module.modules():
             self._before += [(entries, dict(entries)) for entries in (owner._parameters, owner._buffers)]
         allocate(self.module, device, rebuild)

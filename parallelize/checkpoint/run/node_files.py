@@ -45,7 +45,8 @@ class NodeFiles:
         files: what this rank sees of it.
         server_of: file -> index of the rank that reads it for ranks that do not see it.
 
-    Raises: CheckpointError `not-a-checkpoint`, `other-checkpoint`, `missing-node-files` and those of `read_manifest`, on every rank.
+    Raises: CheckpointError `not-a-checkpoint`, `other-checkpoint`, `missing-node-files` and those of `read_manifest`,
+        on every rank.
     """
 
     def __init__(self, folder: Path, sync: RankSync):
@@ -298,8 +299,8 @@ def publish_on_nodes(root: Path, writing: Path, step: int, manifest: bytes, sync
         writing: the folder in it that contains the files.
         manifest: the manifest of the files of all nodes.
 
-    Raises: CheckpointError `write-failed`, `already-saved`, `rank-lost`, on every rank. Nothing is published then, unless the error
-        says so, or a rank was lost: the next run then completes the checkpoint, or removes it.
+    Raises: CheckpointError `write-failed`, `already-saved`, `rank-lost`, on every rank. Nothing is published then,
+        unless the error says so, or a rank was lost: the next run then completes the checkpoint, or removes it.
     """
     try:
         nodes.on_leaders(sync, lambda: _prepare(root, writing, manifest))

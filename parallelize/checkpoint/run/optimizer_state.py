@@ -32,7 +32,8 @@ OWN_OPTIONS = ("capturable", "differentiable", "foreach", "fused")
 
 
 def names_of_parameters(on_mesh: ModelOnMesh) -> dict[int, tuple[str, ...]]:
-    """id of what an optimizer may step -> names: the model's parameters, and the shards that ZeRO steps instead of them."""
+    """id of what an optimizer may step -> names: the model's parameters, and the shards that ZeRO steps instead of
+    them."""
     names = {id(parameter): names for names, parameter in named_once(on_mesh.module)}
     data = data_of(on_mesh.module)
     return names | {id(shard.stepped): names[id(shard.param)] for shard in (data.shards if data is not None else ())}
@@ -55,7 +56,10 @@ def parameters_of(on_mesh: ModelOnMesh, optimizer: Optimizer) -> Iterator[Steppe
         for parameter in group["params"]:
             names = names_of.get(id(parameter))
             if names is None:
-                what = f"group {index} of the {type(optimizer).__name__} steps a parameter of shape {list(parameter.shape)}"
+                what = (
+                    f"group {index} of the {type(optimizer).__name__} steps a parameter of shape "
+                    f"{list(parameter.shape)}"
+                )
                 fix = "build the optimizer from the model's parameters, after the model was wrapped"
                 raise CheckpointError(Problem("foreign-parameter", what + " that is not the model's", fix=fix))
             name = on_mesh.canonical(names[0])
@@ -123,7 +127,10 @@ def _check_values(values: dict[str, Any], name: str, local: LocalTensor, optimiz
     misshapen = [key for key, value in values.items() if isinstance(value, T) and value.numel() != 1]
     misshapen += [key for key, value in values.items() if isinstance(value, (list, tuple, dict)) and value]
     if misshapen and local.stored.axes:
-        what = f"state {short_list(misshapen)} of {name} in the {type(optimizer).__name__} is not shaped like the parameter"
+        what = (
+            f"state {short_list(misshapen)} of {name} in the {type(optimizer).__name__} is not shaped like the "
+            "parameter"
+        )
         what += f", which is sharded over {', '.join(sorted(local.stored.axes))}"
         fix = "use zero=0 without tp for this optimizer, or one whose state is shaped like its parameters"
         raise CheckpointError(Problem("unsavable-state", what, fix=fix))
@@ -296,7 +303,8 @@ def _refuse_divided(optimizer: Optimizer, saved_groups: dict[int, set[int]]) -> 
             ]
             if differing:
                 what = (
-                    f"groups {numbers[0]} and {number} differ in {short_list(differing, 4)}, and their parameters were saved in "
+                    f"groups {numbers[0]} and {number} differ in {short_list(differing, 4)}, and their parameters "
+                    "were saved in "
                     f"one group, {index}"
                 )
                 fix = "build the optimizer with the groups it was saved with, resume, and set the options afterwards"

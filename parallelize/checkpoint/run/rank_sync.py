@@ -1,7 +1,7 @@
 """The messages of the ranks of a save or load: short JSON texts, over a separate process group.
 
-The group is separate because a background save runs while training uses other collectives. Bytes of tensors are sent only by
-`swap`, for ranks that read files of other nodes.
+The group is separate because a background save runs while training uses other collectives. Bytes of tensors are sent
+only by `swap`, for ranks that read files of other nodes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RankSync:
     Args:
         mesh: the mesh whose ranks take part. None: all processes, or this one alone if there are no others.
         timeout_s: how long ranks wait for each other.
-        own_group: make a process group, because other collectives may run at the same time. False: use the default group
-            if it is gloo's and has the same ranks.
+        own_group: make a process group, because other collectives may run at the same time. False: use the default
+            group if it is gloo's and has the same ranks.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, *, own_group: bool = True):
@@ -94,7 +94,8 @@ class RankSync:
         return _unpacked(message)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank: in one collective where all messages are short, which is the usual case, else in two."""
+        """Every rank's value, on every rank: in one collective where all messages are short, which is the usual case,
+        else in two."""
         if self.group is None and not self.lost:
             return [value]
         message = _packed(value)
@@ -119,7 +120,8 @@ class RankSync:
         return messages
 
     def exchange(self, messages: Mapping[int, Any]) -> dict[int, Any]:
-        """Send values to some ranks, and receive those that were sent to this rank. Ranks are indices in `ranks`, not this one."""
+        """Send values to some ranks, and receive those that were sent to this rank. Ranks are indices in `ranks`, not
+        this one."""
         packed = {to: _packed(value) for to, value in messages.items()}
         sizes = self.all_gather([[to, message.numel()] for to, message in packed.items()])
         expected = {source: size for source, row in enumerate(sizes) for to, size in row if to == self.rank}
@@ -153,8 +155,8 @@ class RankSync:
 
     @contextmanager
     def _reporting_lost_ranks(self, collective: str) -> Iterator[None]:
-        """Convert errors of gloo, which name sockets, to errors that name the call. The group is closed at the first error, so
-        that ranks without an error do not wait for those with one.
+        """Convert errors of gloo, which name sockets, to errors that name the call. The group is closed at the first
+        error, so that ranks without an error do not wait for those with one.
 
         Raises: CheckpointError `rank-lost`.
         """

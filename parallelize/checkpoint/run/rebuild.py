@@ -49,9 +49,11 @@ def rebuild(
     mesh: DeviceMesh | None = None,
     shared: bool = True,
 ) -> Rebuilt:
-    """Load a checkpoint, and build the optimizers and schedulers that it was saved with. A collective over all processes.
+    """Load a checkpoint, and build the optimizers and schedulers that it was saved with. A collective over all
+    processes.
 
-    Only classes of `torch.optim` are built. For a scheduler that calls functions (`LambdaLR`), the functions are not saved.
+    Only classes of `torch.optim` are built. For a scheduler that calls functions (`LambdaLR`), the functions are not
+    saved.
 
     Args:
         model: a `ParallelModel`, or a module on any or no mesh, after it was wrapped.
@@ -95,7 +97,10 @@ def _as_described(what: str) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
         text = f"the manifest describes no {what} that can be built: {reason}"
-        fix = "use another checkpoint; this one was damaged or edited; or build it yourself, and pass it to load_checkpoint"
+        fix = (
+            "use another checkpoint; this one was damaged or edited; or build it yourself, and pass it to "
+            "load_checkpoint"
+        )
         raise CheckpointError(Problem("bad-value", text, fix=fix)) from error
 
 

@@ -20,9 +20,9 @@ class Run:
     """What a checkpoint contains. Everything but the model may be absent.
 
     Attributes:
-        optimizers, schedulers: by name. user: objects with `state_dict` and `load_state_dict`, by name; the first rank's
-            state is saved. data: one such object, for the position in the data. generators: save the generators of torch,
-            Python and NumPy.
+        optimizers, schedulers: by name. user: objects with `state_dict` and `load_state_dict`, by name; the first
+            rank's state is saved. data: one such object, for the position in the data. generators: save the generators
+            of torch, Python and NumPy.
     """
 
     module: nn.Module
@@ -71,7 +71,8 @@ def run_of(
 
 
 def _by_name(value: Any, default_name: str) -> dict[str, Any]:
-    """Optimizers or schedulers by name. The names begin the names of tensors, and must not be those of other tensors."""
+    """Optimizers or schedulers by name. The names begin the names of tensors, and must not be those of other
+    tensors."""
     if value is None:
         return {}
     by_name = dict(value) if isinstance(value, Mapping) else {default_name: value}

@@ -1,6 +1,7 @@
 """The folder of a run: who may write to it, which checkpoints it contains, and which of them are removed.
 
-All ranks share it, or each node has one of its own (`node_files`). On every node the first rank, its leader, locks and cleans it.
+All ranks share it, or each node has one of its own (`node_files`). On every node the first rank, its leader, locks and
+cleans it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class RunFolder:
     # -- taking it ------------------------------------------------------------------------------------------------
 
     def _take_shared(self) -> None:
-        """The first rank locks the folder and removes unfinished saves; every rank checks that it sees the same folder."""
+        """The first rank locks the folder and removes unfinished saves; every rank checks that it sees the same
+        folder."""
         probe = self.root / f".shared-{self.sync.broadcast(uuid.uuid4().hex)}"
 
         def take() -> None:
@@ -66,7 +68,10 @@ class RunFolder:
             blind = [rank for rank, sees in zip(self.sync.ranks, seen, strict=False) if not sees]
             if blind:
                 what = f"ranks {blind[:12]} do not see the files that rank {self.sync.ranks[0]} writes"
-                fix = "save to a file system that all machines share; or pass shared=False, and each node keeps its own files"
+                fix = (
+                    "save to a file system that all machines share; or pass shared=False, and each node keeps its own "
+                    "files"
+                )
                 raise CheckpointError(Problem("not-shared", what, str(self.root), fix=fix))
         except BaseException:
             if self._lock is not None:
@@ -76,7 +81,8 @@ class RunFolder:
         self.on_leaders(lambda: self._remove(probe))
 
     def _take_of_node(self) -> None:
-        """Find the nodes; the leaders lock their folders, complete or remove what a crash has left, and no rank does before."""
+        """Find the nodes; the leaders lock their folders, complete or remove what a crash has left, and no rank does
+        before."""
         self.nodes = find_nodes(self.root, self.sync)
         self.on_leaders(self._take_lock)
         if self.nodes.several:
@@ -108,7 +114,8 @@ class RunFolder:
         self.on_leaders(lambda: folders.check_newest(self.root, step))
 
     def remove_surplus(self, keep_last: int | None, keep_every: int | None) -> None:
-        """Remove the checkpoints that retention does not keep, on every node. Raises: CheckpointError `write-failed`."""
+        """Remove the checkpoints that retention does not keep, on every node. Raises: CheckpointError
+        `write-failed`."""
 
         def remove() -> None:
             steps = folders.published(self.root)

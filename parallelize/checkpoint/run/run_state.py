@@ -5,7 +5,7 @@ streams (`Streams`)             by stream and coordinates along its axes, from t
 generators of torch, Python     by rank: restored on the same mesh; on another mesh, seeded from what was saved and from the
 and NumPy                       data rank, so that data ranks draw different numbers
 position in the data            by data rank: ranks along cp have the samples of theirs
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -120,14 +120,17 @@ def collect_data(on_mesh: ModelOnMesh, data: Any, sink: TensorSink) -> dict[str,
 def decoded_data(
     on_mesh: ModelOnMesh, data: Any, saved: dict[str, Any], tensors: TensorSource, saved_mesh: Any = None
 ) -> Any:
-    """The position for `data.load_state_dict` on this data rank: the ranks along cp, which have the same samples, get the same.
+    """The position for `data.load_state_dict` on this data rank: the ranks along cp, which have the same samples, get
+    the same.
 
-    A `data` that can merge states gets those of all data ranks of the saved run, so that it continues on any number of them.
+    A `data` that can merge states gets those of all data ranks of the saved run, so that it continues on any number of
+    them.
 
     Args:
         saved_mesh: (axis, size) pairs of the mesh of the saved run. None: one without `cp`.
 
-    Raises: CheckpointError `data-position` where data ranks saved different positions and their number is another one now.
+    Raises: CheckpointError `data-position` where data ranks saved different positions and their number is another one
+        now.
     """
     data_index, count = _sample_rank(on_mesh)
     states = _of_data_ranks(saved, dict(saved_mesh or ()))
@@ -135,13 +138,17 @@ def decoded_data(
         return data.merge_states([decode(state, tensors, "data") for state in states])
     if count != len(states) and any(state != states[0] for state in states):
         what = f"{len(states)} data ranks saved different positions in the data, and there are {count} now"
-        fix = "use a position that does not depend on the rank (GlobalBatches, IterableBatches), or resume on as many data ranks"
+        fix = (
+            "use a position that does not depend on the rank (GlobalBatches, IterableBatches), or resume on as many "
+            "data ranks"
+        )
         raise CheckpointError(Problem("data-position", what, fix=fix))
     return decode(states[data_index if count == len(states) else 0], tensors, "data")
 
 
 def _of_data_ranks(saved: dict[str, Any], sizes: dict[str, int]) -> list[Any]:
-    """One saved state of each data rank. Earlier versions saved one of each rank along cp too, which changes fastest."""
+    """One saved state of each data rank. Earlier versions saved one of each rank along cp too, which changes
+    fastest."""
     states = [saved[index] for index in sorted(saved, key=int)]
     data_ranks = prod(sizes.get(axis, 1) for axis in SAMPLE_AXES)
     return states[:: sizes["cp"]] if len(states) == data_ranks * sizes.get("cp", 1) != data_ranks else states
@@ -226,8 +233,8 @@ def build_scheduler(optimizer: Optimizer, described: Described) -> LRScheduler:
 def load_scheduler(scheduler: LRScheduler, described: Described) -> None:
     """Load the described state into a scheduler that the user has built. The optimizer's groups are not changed.
 
-    Raises: CheckpointError `other-scheduler` where the classes differ, also of inner schedulers; `bad-value`. Nothing is
-        changed then.
+    Raises: CheckpointError `other-scheduler` where the classes differ, also of inner schedulers; `bad-value`. Nothing
+        is changed then.
     """
     check_scheduler(scheduler, described)
     scheduler.load_state_dict(_state(described, "scheduler"))
@@ -264,7 +271,7 @@ def optimizer_class(described: dict[str, str]) -> type[Optimizer]:
     return cls
 
 
-# -- building -------------------------------------------------------------------------------------------------------------
+# -- building ----------------------------------------------------------------------------------------------------------
 
 
 def _built(optimizer: Optimizer, described: Described, where: str) -> LRScheduler:

@@ -2,8 +2,8 @@
 
     folder to write into -> each rank's file, flushed -> reports to the first rank -> manifest -> rename -> `latest`
 
-Before the rename there is no new checkpoint; after it there is a complete one. An error on any rank is raised on all ranks. Nodes
-that share no folder get the manifest from the first rank, and publish it together: see `node_files`.
+Before the rename there is no new checkpoint; after it there is a complete one. An error on any rank is raised on all
+ranks. Nodes that share no folder get the manifest from the first rank, and publish it together: see `node_files`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def _manifest_text(step: int, reports: dict[int, Report], about: dict[str, Any])
 
 
 def _manifest(step: int, reports: dict[int, Report], about: dict[str, Any]) -> Manifest:
-    """The manifest of what all ranks have written. Raises: CheckpointError `not-covered`, `steps-differ`, `ranks-differ`."""
+    """The manifest of what all ranks have written. Raises: CheckpointError `not-covered`, `steps-differ`,
+    `ranks-differ`."""
     _check_steps(reports)
     files: dict[str, FileInfo] = {}
     described: dict[str, tuple[str, list[int], dict[str, Any]]] = {}
@@ -229,7 +230,8 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def write_speed(folder: Path) -> float:
-    """Bytes per second of a file that is written and flushed to a folder, which is made if it is missing. Raises: OSError."""
+    """Bytes per second of a file that is written and flushed to a folder, which is made if it is missing. Raises:
+    OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".speed-{os.getpid()}"
     began = time.perf_counter()

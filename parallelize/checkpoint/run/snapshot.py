@@ -194,7 +194,8 @@ class Read:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a read inside a chunk. `number`: of the read; `box`: in the entry; `start`: its first byte in the chunk."""
+    """A part of a read inside a chunk. `number`: of the read; `box`: in the entry; `start`: its first byte in the
+    chunk."""
 
     number: int
     box: Box
@@ -255,13 +256,17 @@ class Transfer:
             stop <= size for (_, stop), size in zip(read.box, entry.shape, strict=True)
         )
         if entry.dtype != read.dtype or not inside:
-            what = f"{read.key} is {entry.dtype} {list(entry.shape)}, the manifest says {read.dtype} and a part {list(read.box)}"
+            what = (
+                f"{read.key} is {entry.dtype} {list(entry.shape)}, the manifest says {read.dtype} and a part "
+                f"{list(read.box)}"
+            )
             raise CheckpointError(Problem("wrong-entry", what, str(self.files.folder / read.file)))
 
     def run(self, progress: Callable[[int], None] | None = None) -> None:
         """Fill the tensors of the jobs. A collective, after `prepare`.
 
-        Raises: CheckpointError `unreadable-file` and others of `TensorFile`, on every rank: tensors may then be filled in part.
+        Raises: CheckpointError `unreadable-file` and others of `TensorFile`, on every rank: tensors may then be filled
+            in part.
         """
         rank, size = self.sync.rank, self.sync.size
         sending, receiving = Scratch(), Scratch()

@@ -1,7 +1,9 @@
-"""Signals that ask a run to stop: the first is a request, which the loop reads at a step boundary; a second one ends at once.
+"""Signals that ask a run to stop: the first is a request, which the loop reads at a step boundary; a second one ends at
+once.
 
-The C-level handler of Python writes the signal's number to a pipe. A thread reads it, so that a second signal ends a process whose
-main thread waits in a collective for ever. An end at any moment leaves the last published checkpoint as it is.
+The C-level handler of Python writes the signal's number to a pipe. A thread reads it, so that a second signal ends a
+process whose main thread waits in a collective for ever. An end at any moment leaves the last published checkpoint as
+it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A run that stops on a signal: the request, the agreement of all ranks, and whether a save fits into the grace period."""
+"""A run that stops on a signal: the request, the agreement of all ranks, and whether a save fits into the grace
+period."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Stopping:
         return self.agreed
 
     def compare(self, save_s: float, how: str) -> str:
-        """What the log is warned of: a save that takes longer than the grace period; "" where it fits, or is known already."""
+        """What the log is warned of: a save that takes longer than the grace period; "" where it fits, or is known
+        already."""
         if save_s <= self.grace_s or save_s <= 1.2 * self._warned_s:
             return ""
         self._warned_s = save_s

@@ -78,7 +78,7 @@ def _command(inner: Any, name: str, run: Any, about: str, source: str = "DIR") -
     return parser
 
 
-# -- inspect --------------------------------------------------------------------------------------------------------------
+# -- inspect -----------------------------------------------------------------------------------------------------------
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -195,7 +195,7 @@ def _table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str
     ]
 
 
-# -- verify ---------------------------------------------------------------------------------------------------------------
+# -- verify ------------------------------------------------------------------------------------------------------------
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -235,13 +235,14 @@ def _print_checked(result: CheckReport) -> None:
 
 
 def _progress(what: str, options: argparse.Namespace) -> Progress:
-    """A progress line. The size of the folder is computed even if nothing is shown, so that errors do not depend on it."""
+    """A progress line. The size of the folder is computed even if nothing is shown, so that errors do not depend on
+    it."""
     from parallelize.checkpoint.tools.contents import total_bytes
 
     return Progress(what, shows_progress(options), total_bytes(options.source, options.step))
 
 
-# -- commands that write --------------------------------------------------------------------------------------------------
+# -- commands that write -----------------------------------------------------------------------------------------------
 
 
 def _reshape(options: argparse.Namespace) -> int:

@@ -38,7 +38,8 @@ def is_hub_folder(path: Path) -> bool:
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """(safetensors files, weight map of the index; None without an index). Raises: CheckpointError `no-weights`, `bad-index`."""
+    """(safetensors files, weight map of the index; None without an index). Raises: CheckpointError `no-weights`,
+    `bad-index`."""
     where = str(folder / INDEX)
     if (folder / INDEX).is_file():
         index = read_json(read_small(folder, INDEX), where)
@@ -68,13 +69,15 @@ def inspect_checkpoint(path: Source, step: int | None = None) -> dict[str, Any]:
     """Describe a checkpoint as plain values. No tensor is read.
 
     Args:
-        path: folder of one step, of a run, or in Hugging Face's layout; or several, the folders of nodes that share none.
+        path: folder of one step, of a run, or in Hugging Face's layout; or several, the folders of nodes that share
+            none.
         step: which step of a run. Default: the newest.
 
-    Returns: for both layouts `kind`, `folder`, `model`, `holds` (weights, optimizer, rest: tensors, elements, bytes, dtypes),
-        `files` (name -> bytes) and `tensors`. For a training checkpoint also step, mesh, ZeRO stage, plan, versions,
-        optimizers with the options of their groups, schedulers, and a summary of the other state. For one that nodes have saved
-        in folders of their own, also `nodes`, and `absent_files`: those that are in none of the folders.
+    Returns: for both layouts `kind`, `folder`, `model`, `holds` (weights, optimizer, rest: tensors, elements, bytes,
+        dtypes), `files` (name -> bytes) and `tensors`. For a training checkpoint also step, mesh, ZeRO stage, plan,
+        versions, optimizers with the options of their groups, schedulers, and a summary of the other state. For one
+        that nodes have saved in folders of their own, also `nodes`, and `absent_files`: those that are in none of the
+        folders.
     Raises: CheckpointError `no-checkpoint`, and of `read_manifest` and `read_header`.
     """
     first, *others = sources_of(path)

@@ -1,4 +1,5 @@
-"""Every tensor of a checkpoint compared with its hashes, and every file with the manifest or the index. Does not import torch.
+"""Every tensor of a checkpoint compared with its hashes, and every file with the manifest or the index. Does not import
+torch.
 
 Two layouts are known: see `contents`.
 """
@@ -50,11 +51,12 @@ def verify_checkpoint(
 ) -> list[Problem]:
     """Compare every tensor with its hashes, and every file with the manifest or the index.
 
-    Continues after a problem. For files without hashes (Hugging Face folders), only the structure is checked; `check_folder`
-    returns their names.
+    Continues after a problem. For files without hashes (Hugging Face folders), only the structure is checked;
+    `check_folder` returns their names.
 
     Args:
-        path: folder of one step, of a run, or in Hugging Face's layout; or several, the folders of nodes that share none.
+        path: folder of one step, of a run, or in Hugging Face's layout; or several, the folders of nodes that share
+            none.
         step: which step of a run. Default: the newest.
         progress: called with the number of bytes after each read.
 

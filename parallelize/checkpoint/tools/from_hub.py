@@ -1,7 +1,7 @@
 """From Hugging Face's layout to a training checkpoint, one tensor at a time, without a process group.
 
-`hub/names.py` maps the tensors of one layout to boxes of the other. It needs the class of the model, which is built on the
-meta device.
+`hub/names.py` maps the tensors of one layout to boxes of the other. It needs the class of the model, which is built on
+the meta device.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def from_hub(
 ) -> Path:
     """Write a training checkpoint that has only weights, from a Hugging Face folder. Memory: about one tensor.
 
-    If config.json names a class of `transformers`, the tensors have its names; otherwise those of the files. The checkpoint
-    can be loaded by `load_checkpoint`, and by `Checkpointer.resume(strict=False)` with a fresh optimizer.
+    If config.json names a class of `transformers`, the tensors have its names; otherwise those of the files. The
+    checkpoint can be loaded by `load_checkpoint`, and by `Checkpointer.resume(strict=False)` with a fresh optimizer.
 
     Args:
         source: a folder in Hugging Face's layout.
@@ -64,8 +64,9 @@ def from_hub(
         progress: called with the number of bytes after each write.
 
     Returns: the published folder in `target`.
-    Raises: CheckpointError: of `HubFolder` and `find_sources`, `twins-differ`, `bad-step`, `bad-target`, `already-saved`,
-        `folder-in-use`, `write-failed`, `no-transformers`, `unbuildable-model`; MeshError. Nothing is left then.
+    Raises: CheckpointError: of `HubFolder` and `find_sources`, `twins-differ`, `bad-step`, `bad-target`,
+        `already-saved`, `folder-in-use`, `write-failed`, `no-transformers`, `unbuildable-model`; MeshError. Nothing is
+        left then.
     """
     if type(step) is not int or step < 0:
         raise CheckpointError(Problem("bad-step", f"{step!r} is not a step", fix="use an integer, 0 or more"))

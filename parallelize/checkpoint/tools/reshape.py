@@ -1,8 +1,8 @@
 """Rewriting a checkpoint for another mesh, without a model, an accelerator or a process group, one tensor at a time.
 
-A checkpoint can be loaded with any mesh. If it was written for that mesh, each rank reads one file sequentially. Tensors are
-therefore sharded here as in a save: layers over pp, packed weights over tp by the plan, the data axis as in ZeRO, and large
-tensors that several ranks store are split over these.
+A checkpoint can be loaded with any mesh. If it was written for that mesh, each rank reads one file sequentially.
+Tensors are therefore sharded here as in a save: layers over pp, packed weights over tp by the plan, the data axis as in
+ZeRO, and large tensors that several ranks store are split over these.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def reshape_checkpoint(
 ) -> Path:
     """Rewrite a checkpoint as a run on another mesh would have saved it. Memory: about one tensor.
 
-    Weights, optimizer state and step stay bit-equal. Random generators belong to ranks: if the mesh changes, only those of
-    the first rank are kept, and a load seeds the others from them.
+    Weights, optimizer state and step stay bit-equal. Random generators belong to ranks: if the mesh changes, only those
+    of the first rank are kept, and a load seeds the others from them.
 
     Args:
         source: folder of one step, or of a run; or several, the folders of nodes that share none.
@@ -106,9 +106,9 @@ def reshape_checkpoint(
         progress: called with the number of bytes after each write.
 
     Returns: the published folder in `target`.
-    Raises: CheckpointError: problems of the source, `missing-node-files`, `bad-target`, `already-saved`, `folder-in-use`, `write-failed`,
-        `bad-zero-stage`, `too-many-stages`; MeshError `unknown-axis`, `no-data-axis`, `bad-mesh`. Nothing is left in
-        `target` then.
+    Raises: CheckpointError: problems of the source, `missing-node-files`, `bad-target`, `already-saved`,
+        `folder-in-use`, `write-failed`, `bad-zero-stage`, `too-many-stages`; MeshError `unknown-axis`, `no-data-axis`,
+        `bad-mesh`. Nothing is left in `target` then.
     """
     checkpoint = gather(source, step)
     spec = spec_of(mesh)
@@ -160,7 +160,8 @@ def check_target(target: Path, *sources: Path) -> None:
 
 
 def _resolve_zero(mesh: MeshSpec, requested: int | None, saved: int | None) -> int | None:
-    """The ZeRO stage of the new checkpoint; None without a data axis. Raises: MeshError `no-data-axis`, CheckpointError `bad-zero-stage`."""
+    """The ZeRO stage of the new checkpoint; None without a data axis. Raises: MeshError `no-data-axis`, CheckpointError
+    `bad-zero-stage`."""
     if requested not in (None, 0, 1, 2, 3):
         raise CheckpointError(Problem("bad-zero-stage", f"{requested!r} is not a ZeRO stage", fix="use 0, 1, 2 or 3"))
     if requested and data_axis(mesh) is None:
@@ -198,7 +199,7 @@ def _used_tensors(manifest: Manifest, blank: Manifest) -> dict[str, SavedTensor]
     return {name: saved for name, saved in manifest.tensors.items() if not name.startswith("state/") or name in used}
 
 
-# -- sharding ------------------------------------------------------------------------------------------------------------
+# -- sharding ----------------------------------------------------------------------------------------------------------
 
 
 def target_shardings(manifest: Manifest, mesh: MeshSpec, zero: int) -> dict[str, TargetSharding]:
@@ -226,8 +227,8 @@ def _size(mesh: MeshSpec, axis: str) -> int:
 
 
 def _stage_of_weights(weights: Mapping[str, SavedTensor], units: Sequence[str], num_stages: int) -> dict[str, int]:
-    """Name -> pipeline stage. Consecutive layers (`units`) form a stage, so that the largest stage has the fewest bytes.
-    Weights outside of all layers are on the first stage.
+    """Name -> pipeline stage. Consecutive layers (`units`) form a stage, so that the largest stage has the fewest
+    bytes. Weights outside of all layers are on the first stage.
 
     Raises: CheckpointError `too-many-stages`.
     """
@@ -332,7 +333,7 @@ def _coordinates(index: int, axes: Sequence[tuple[str, int]]) -> dict[str, int]:
     return coordinates
 
 
-# -- writing --------------------------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def write_run(

@@ -1,7 +1,7 @@
 """From a training checkpoint to Hugging Face's layout, one tensor at a time, without a process group.
 
-`hub/names.py` maps the tensors of one layout to boxes of the other. It needs the class of the model, which is built on the
-meta device.
+`hub/names.py` maps the tensors of one layout to boxes of the other. It needs the class of the model, which is built on
+the meta device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def to_hub(
     step: int | None = None,
     progress: ByteCallback = None,
 ) -> Path:
-    """Write the weights of a training checkpoint as `save_pretrained` of `transformers` would. Memory: about one tensor.
+    """Write the weights of a training checkpoint as `save_pretrained` of `transformers` would. Memory: about one
+    tensor.
 
     Names, ties and conversions are those of the class of the model, if it is of `transformers`. Otherwise tensors are
     written under their names in the model.
@@ -63,9 +64,9 @@ def to_hub(
         progress: called with the number of bytes after each write.
 
     Returns: the folder. It is renamed into place after everything was written.
-    Raises: CheckpointError: problems of the source, `missing-node-files`, `folder-not-empty`, `bad-dtype`, `bad-size`, `bad-target`,
-        `no-transformers`, `unbuildable-model`, `other-model`, `unwritable-conversion`, `unwritable-config`, `write-failed`.
-        Nothing is left then.
+    Raises: CheckpointError: problems of the source, `missing-node-files`, `folder-not-empty`, `bad-dtype`, `bad-size`,
+        `bad-target`, `no-transformers`, `unbuildable-model`, `other-model`, `unwritable-conversion`,
+        `unwritable-config`, `write-failed`. Nothing is left then.
     """
     checkpoint = gather(source, step)
     for folder in checkpoint.folders:

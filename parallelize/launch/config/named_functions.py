@@ -1,7 +1,7 @@
 """`package.module:function` as a run's file names it, looked up in source text: no module is imported, no code runs.
 
-Only what is certain is wrong. A module that makes its names when it is imported, one without source, and a function that a decorator
-may change are left to the ranks, which import them. Torch-free.
+Only what is certain is wrong. A module that makes its names when it is imported, one without source, and a function
+that a decorator may change are left to the ranks, which import them. Torch-free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _MADE_AT_IMPORT = ("__getattr__", "globals(", "vars(", "setattr(", "exec(", "sys
 
 @dataclass(frozen=True)
 class WrongName:
-    """What is wrong with a name. argument: the keyword argument that the function does not take; "" where one is missing; None otherwise."""
+    """What is wrong with a name. argument: the keyword argument that the function does not take; "" where one is
+    missing; None otherwise."""
 
     what: str
     fix: str = _FORM
@@ -32,7 +33,8 @@ class WrongName:
 
 
 def wrong_function(text: str, arguments: Mapping[str, Any] | None) -> WrongName | None:
-    """What is certainly wrong with `package.module:name`, or with the keyword arguments that it would get; None: nothing is.
+    """What is certainly wrong with `package.module:name`, or with the keyword arguments that it would get; None:
+    nothing is.
 
     arguments: None where they are not known.
     """

@@ -1,4 +1,5 @@
-"""What each key of a run's file does to a run that goes on from a checkpoint. docs/run.md shows this table. Torch-free."""
+"""What each key of a run's file does to a run that goes on from a checkpoint. docs/run.md shows this table.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ class ResumedKeys:
 
     Attributes:
         section: "" for those at the top.
-        how: `EFFECT`: the file's value is used. `COMPARED`: another value than the saved run's is refused. `POSITION`: the file's
-            value is used if the saved position in the data means the same batches with it, and refused otherwise.
+        how: `EFFECT`: the file's value is used. `COMPARED`: another value than the saved run's is refused. `POSITION`:
+            the file's value is used if the saved position in the data means the same batches with it, and refused
+            otherwise.
         note: from when on, and what a value does that `checkpoints.may_differ` lets pass.
     """
 
@@ -41,7 +43,8 @@ RESUMED: tuple[ResumedKeys, ...] = (
         "model",
         "name set",
         COMPARED,
-        "class and config, whatever the path, except dropout, coefficients of losses and implementations, which take effect; "
+        "class and config, whatever the path, except dropout, coefficients of losses and implementations, which take "
+        "effect; "
         "of a function its name and arguments. May differ: the file's model gets the saved weights",
     ),
     _keys(
@@ -64,7 +67,8 @@ RESUMED: tuple[ResumedKeys, ...] = (
         "data",
         "global_batch",
         POSITION,
-        "the rows taken are a multiple of it; the position is the same number of rows. May differ: the file's data begin anew",
+        "the rows taken are a multiple of it; the position is the same number of rows. May differ: the file's data "
+        "begin anew",
     ),
     _keys("data", "cache microbatch workers", EFFECT, "from the next step on"),
     _keys("", "mesh plan device", EFFECT, "a checkpoint loads on any"),

@@ -1,6 +1,8 @@
-"""What is wrong with a run, of that which its file and the files that it names say. Nothing is built, and nothing of theirs runs.
+"""What is wrong with a run, of that which its file and the files that it names say. Nothing is built, and nothing of
+theirs runs.
 
-A check reads some keys, and is left out where one of them could not be read: its mistake is reported already. Torch-free.
+A check reads some keys, and is left out where one of them could not be read: its mistake is reported already.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from parallelize.tools.analysis.cost.machine import load_machine
 
 @dataclass(frozen=True)
 class Mistake:
-    """A value that is wrong. key: dotted. slug, what, fix, rows: as of a `Problem`. where: of a mistake in a file that the key names."""
+    """A value that is wrong. key: dotted. slug, what, fix, rows: as of a `Problem`. where: of a mistake in a file that
+    the key names."""
 
     key: str
     slug: str

@@ -23,11 +23,12 @@ def key(kind: str, meaning: str, default: Any, **more: Any) -> Any:
     """A field of a section.
 
     Args:
-        kind: how its value is read: text, texts, count, real, flag, choice, free, seed_or_text, mesh, options, or section.
+        kind: how its value is read: text, texts, count, real, flag, choice, free, seed_or_text, mesh, options, or
+            section.
         meaning: for the schema.
         default: where the file does not have it.
-        more: `least`, `above` and `most` of numbers, `choices`, `of` (the class of a section). Text whose default is not empty
-            may not be empty; a key whose default is nothing may be null.
+        more: `least`, `above` and `most` of numbers, `choices`, `of` (the class of a section). Text whose default is
+            not empty may not be empty; a key whose default is nothing may be null.
     """
     filled, nothing = isinstance(default, str) and bool(default), default in (None, "", ())
     metadata = {"kind": kind, "meaning": meaning, "filled": filled, "nothing": nothing, **more}
@@ -43,7 +44,8 @@ class ModelSection:
     initialize: int | str = key("seed_or_text", "a seed, or a folder of weights", 0)
     quantize: str = key(
         "text",
-        "linears and experts of the layers in 4 or 8 bits, which do not train: nf4, int8, or with another block nf4(block=32)",
+        "linears and experts of the layers in 4 or 8 bits, which do not train: nf4, int8, or with another block "
+        "nf4(block=32)",
         "",
     )
     lora: dict[str, Any] = key(
@@ -136,7 +138,8 @@ class RunConfig:
 
     Attributes:
         source: the file, for messages. text: its text with the overrides, of which ranks compare a hash.
-        places: dotted key -> file, line and column of its value, or the argument that gave it; of those keys that are given.
+        places: dotted key -> file, line and column of its value, or the argument that gave it; of those keys that are
+            given.
     """
 
     schema_version: int = key("count", "of this format", SCHEMA_VERSION)
@@ -164,7 +167,8 @@ class RunConfig:
     places: Mapping[str, str] = field(default_factory=dict)
 
     def place(self, key: str) -> str:
-        """Where the value of a dotted key is, such as `optimizer.lr`; where it is not given, that of its section, or the file."""
+        """Where the value of a dotted key is, such as `optimizer.lr`; where it is not given, that of its section, or
+        the file."""
         while key and key not in self.places:
             key = key.rpartition(".")[0]
         return self.places.get(key, self.source)

@@ -38,7 +38,8 @@ def read_run_config(
         path: a YAML file.
         overrides: `key=value` or `section.key=value`, which replace what the file says.
         more_checks: after those of `run_checks.CHECKS`; their mistakes are reported together with all others.
-        absent: of a run on other machines: gets the problems of files that are not on this one, which are then no mistakes.
+        absent: of a run on other machines: gets the problems of files that are not on this one, which are then no
+            mistakes.
 
     Raises: LaunchError `no-such-run`, or every mistake at once, each with its line and column or its argument.
     """
@@ -313,7 +314,8 @@ class RunReader(Reader):
     """A reader that names the argument of a value which the command line gave.
 
     Attributes:
-        places: dotted key -> where its value is. unread: dotted keys whose values are wrong, so that nothing is to be concluded from them.
+        places: dotted key -> where its value is. unread: dotted keys whose values are wrong, so that nothing is to be
+            concluded from them.
     """
 
     def __init__(self, source: str):
@@ -359,7 +361,8 @@ class RunReader(Reader):
 
 
 def _number(node: yaml.Node) -> int | float | None:
-    """The number of a plain scalar; None of anything else, and of numbers with leading zeros, which YAML reads as octal."""
+    """The number of a plain scalar; None of anything else, and of numbers with leading zeros, which YAML reads as
+    octal."""
     if not isinstance(node, yaml.ScalarNode) or node.style is not None or len(node.value) > MAX_SCALAR:
         return None
     if not _REAL.fullmatch(node.value) or _LEADING_ZERO.match(node.value):
@@ -379,7 +382,8 @@ _LABEL = "named by"
 
 @contextmanager
 def naming(config: RunConfig, *keys: str) -> Iterator[None]:
-    """Give the problems of an error the places of these keys, which are given in the file; all of them may be its cause.
+    """Give the problems of an error the places of these keys, which are given in the file; all of them may be its
+    cause.
 
     Raises: the same error, of the same class.
     """

@@ -1,4 +1,5 @@
-"""Launch files as text: a batch script of SLURM, a script for torchrun, a TrainJob and a PyTorchJob of Kubernetes, a driver of Ray. Torch-free."""
+"""Launch files as text: a batch script of SLURM, a script for torchrun, a TrainJob and a PyTorchJob of Kubernetes, a
+driver of Ray. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,20 +24,23 @@ from parallelize.launch.environment.rank_map import RankMap, rank_map
 
 
 RETRYABLE = 138
-"""A status that makes a pod again: the training operator takes 128 or more for that, and no signal of the kubelet gives this one."""
+"""A status that makes a pod again: the training operator takes 128 or more for that, and no signal of the kubelet gives
+this one."""
 _API = "trainer.kubeflow.org/v1alpha1"
 _CONTAINER = "node"  # the names that Trainer looks for: of the replicated job, and of its container
 _STEP = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
 
 def train_job_manifest(job: Job) -> str:
-    """A TrainJob, and the TrainingRuntime that it names: each pod is a node, and starts its ranks. `kubectl apply -f FILE`.
+    """A TrainJob, and the TrainingRuntime that it names: each pod is a node, and starts its ranks. `kubectl apply -f
+    FILE`.
 
-    Restarts after failures are of the command. A pod that a signal has stopped, or that was moved from its node, is made again without
-    counting; any other failure ends the job. The pod's template stands in the runtime, because the fields by which a TrainJob
-    changes one differ between 2.0 (`podTemplateOverrides`) and 2.2 (`runtimePatches`).
+    Restarts after failures are of the command. A pod that a signal has stopped, or that was moved from its node, is
+    made again without counting; any other failure ends the job. The pod's template stands in the runtime, because the
+    fields by which a TrainJob changes one differ between 2.0 (`podTemplateOverrides`) and 2.2 (`runtimePatches`).
 
-    Source: `trainjob_types.go`, `trainingruntime_types.go` of kubeflow/trainer 2.2; `podFailurePolicy` of Kubernetes' batch/v1.
+    Source: `trainjob_types.go`, `trainingruntime_types.go` of kubeflow/trainer 2.2; `podFailurePolicy` of Kubernetes'
+        batch/v1.
     """
     name = (job.name if job.name[0].isalpha() else f"run-{job.name}")[:40].rstrip("-")
     runtime = {"apiVersion": _API, "kind": "TrainingRuntime", "metadata": {"name": name}, "spec": _runtime(job)}
@@ -141,7 +145,8 @@ def slurm_script(job: Job) -> str:
 
 
 def _attempts(srun: str, restarts: int) -> list[str]:
-    """`srun` once, or again in the same allocation: its tasks are ranks, which have no launcher of their own to start them again."""
+    """`srun` once, or again in the same allocation: its tasks are ranks, which have no launcher of their own to start
+    them again."""
     if not restarts:
         return [srun, "status=$?"]
     return [
@@ -186,10 +191,12 @@ def torchrun_script(job: Job) -> str:
 
 
 def kubernetes_manifest(job: Job) -> str:
-    """A PyTorchJob, for clusters that still have the training operator: each pod is a node, and starts its ranks. `kubectl apply -f FILE`.
+    """A PyTorchJob, for clusters that still have the training operator: each pod is a node, and starts its ranks.
+    `kubectl apply -f FILE`.
 
-    Restarts after failures are of the command. The operator makes a pod again that a signal has stopped, or that was killed with its node,
-    and no other: under `ExitCode` statuses from 128 on are retried and the rest end the job. It has no backoffLimit, which would count them.
+    Restarts after failures are of the command. The operator makes a pod again that a signal has stopped, or that was
+    killed with its node, and no other: under `ExitCode` statuses from 128 on are retried and the rest end the job. It
+    has no backoffLimit, which would count them.
 
     Source: `ReconcilePods` and `IsRetryableExitCode` of kubeflow/training-operator 1.9.
     """
@@ -208,7 +215,8 @@ def kubernetes_manifest(job: Job) -> str:
     }
     comments = [
         *job.remarks(),
-        f"here that status is {RETRYABLE}: under ExitCode the operator retries 128 and more, and ends the job at any other",
+        f"here that status is {RETRYABLE}: under ExitCode the operator retries 128 and more, and ends the job at any "
+        "other",
         "set image, and the claim that has the file of the run and the folder of checkpoints",
     ]
     return "".join(f"# {line}\n" for line in comments) + yaml.safe_dump(manifest, sort_keys=False)
@@ -268,7 +276,7 @@ def on_node(number):
 head, port = ray.get(address.options(**on_node(0)).remote())
 statuses = ray.get([run_node.options(**on_node(number)).remote(number, head, port) for number in range(NODES)])
 sys.exit(next((status for status in statuses if status), 0))
-'''
+'''  # noqa: E501
 
 
 EMITTERS = {
@@ -319,7 +327,8 @@ class Job:
         """Lines for the comments of the file."""
         how = f"the last save took {self.save_s:.1f} s" if self.save_s else "no save was measured yet"
         return [
-            f"mesh {self.ranks.mesh}: {self.ranks.mesh.world_size} ranks, {self.ranks.ranks_per_node} on each of {self.ranks.nodes} nodes",
+            f"mesh {self.ranks.mesh}: {self.ranks.mesh.world_size} ranks, {self.ranks.ranks_per_node} on each of "
+            f"{self.ranks.nodes} nodes",
             *self.ranks.lines()[:16],
             f"signal {self.lead_s} s before the end: twice the save and {STEPS_S} s for a step ({how})",
             "exit status 75: stopped by a signal and saved; start it again",

@@ -1,4 +1,5 @@
-"""The address of the head node. A name that does not resolve is an error: no rank ever waits on its own machine instead."""
+"""The address of the head node. A name that does not resolve is an error: no rank ever waits on its own machine
+instead."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Who started this process: nothing, torchrun, srun, Kubernetes or Ray. Read from the environment, which is passed. Torch-free.
+"""Who started this process: nothing, torchrun, srun, Kubernetes or Ray. Read from the environment, which is passed.
+Torch-free.
 
-A process is either one rank, or it starts the ranks of its node (`starts_ranks`). Nothing is guessed: variables that belong
-together and are missing are errors.
+A process is either one rank, or it starts the ranks of its node (`starts_ranks`). Nothing is guessed: variables that
+belong together and are missing are errors.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Launcher:
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
     """The launcher of this process.
 
-    Raises: LaunchError `bad-environment` for variables that are missing or are no numbers, `not-under-srun` in a batch script of
-        several nodes without srun.
+    Raises: LaunchError `bad-environment` for variables that are missing or are no numbers, `not-under-srun` in a batch
+        script of several nodes without srun.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         return _torchrun(environ)
@@ -146,7 +147,8 @@ def _devices_of_task(environ: Mapping[str, str]) -> int | None:
 
 
 def _node(environ: Mapping[str, str], kind: str) -> Launcher:
-    """A pod of a PyTorchJob or TrainJob, or a task of Ray: a rank where LOCAL_RANK is set, else what starts those of its node."""
+    """A pod of a PyTorchJob or TrainJob, or a task of Ray: a rank where LOCAL_RANK is set, else what starts those of
+    its node."""
     if "LOCAL_RANK" in environ:
         return _as_rank(environ, kind, "LOCAL_RANK is set")
     prefix = "PET_" if "PET_MASTER_ADDR" in environ else ""

@@ -36,8 +36,8 @@ def rank_map(mesh: MeshSpec, expert_ranks: int, ranks_per_node: int) -> RankMap:
     Args:
         ranks_per_node: the most that a node takes.
 
-    Raises: LaunchError `uneven-nodes` where ranks do not fill nodes; `crosses-nodes` where a group of tp, or of experts, would
-        have ranks on several nodes.
+    Raises: LaunchError `uneven-nodes` where ranks do not fill nodes; `crosses-nodes` where a group of tp, or of
+        experts, would have ranks on several nodes.
     """
     per_node = min(ranks_per_node, mesh.world_size)
     if mesh.world_size % per_node:

@@ -32,7 +32,8 @@ class Anomaly:
 
 @dataclass
 class AnomalyWatch:
-    """Compares each loss with a window of those before. Losses and norms are the same on every rank, so its answers are too.
+    """Compares each loss with a window of those before. Losses and norms are the same on every rank, so its answers are
+    too.
 
     Its state is saved with the run, so that a resumed run judges as one that goes on.
     """
@@ -62,7 +63,10 @@ class AnomalyWatch:
         deviation = math.sqrt(sum((x - mean) ** 2 for x in self._window) / len(self._window))
         if loss <= mean + self.section.spike_factor * max(deviation, 1e-3 * abs(mean)):
             return None
-        what = f"step {step}: the loss is {loss:.4g}, after {mean:.4g} +- {deviation:.2g} in the last {len(self._window)} steps"
+        what = (
+            f"step {step}: the loss is {loss:.4g}, after {mean:.4g} +- {deviation:.2g} in the last {len(self._window)} "
+            "steps"
+        )
         return Anomaly("spike", self.section.spike, what)
 
     @property
@@ -117,7 +121,10 @@ def source_of_nonfinite(parallel: ParallelModel, batch: dict[str, Any]) -> str:
     gradients = [f"{name} on rank {rank}" for rank, (_, _, name) in enumerate(answers) if name]
     if gradients:
         return f"outputs are finite in the forward; gradients that are not: {', '.join(gradients[:4])}"
-    return "all outputs and gradients are finite when the forward is run again: a sum over ranks has overflowed, or a device errs"
+    return (
+        "all outputs and gradients are finite when the forward is run again: a sum over ranks has overflowed, or a "
+        "device errs"
+    )
 
 
 def largest_gradient(parallel: ParallelModel) -> str:

@@ -133,7 +133,8 @@ def build_model(config: RunConfig, around: RunEnvironment) -> tuple[ParallelMode
 
 
 def _module_of(config: RunConfig, around: RunEnvironment) -> tuple[ModelSource, nn.Module, Any]:
-    """(the source of the model, the model before its plan, where its values come from). A collective where there are adapters."""
+    """(the source of the model, the model before its plan, where its values come from). A collective where there are
+    adapters."""
     source = read_model(config.model.name, config.model.set)
     # the class itself, whose initialization is recorded; the source's own way of building leaves it out on meta
     build = class_of(source.config, source.text) if source.config is not None else source.make
@@ -207,7 +208,8 @@ class DataPosition:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the saved position. Where the file accepts that the data are others, they begin anew.
 
-        Raises: LaunchError `changed-key`; CheckpointError `data-position`, which names the keys of the file. Nothing is changed then.
+        Raises: LaunchError `changed-key`; CheckpointError `data-position`, which names the keys of the file. Nothing is
+            changed then.
         """
         states = state[_STATES]
         if refuse_or_tell(self.config, list(self._differences(states[0])), "the checkpoint", self.tell):
@@ -235,7 +237,8 @@ class DataPosition:
             yield ChangedKey(self._key_of_sources(), f"of {batches.num_samples} rows", f"of {rows} rows")
 
     def _key_of_sources(self) -> str:
-        """The key to name for other rows: any of the sources may be the reason, so it is the one that the file accepts, or the section."""
+        """The key to name for other rows: any of the sources may be the reason, so it is the one that the file accepts,
+        or the section."""
         accepted = self.config.checkpoints.may_differ
         return next((f"data.{name}" for name in _SOURCES if f"data.{name}" in accepted), "data")
 

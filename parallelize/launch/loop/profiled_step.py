@@ -1,7 +1,8 @@
 """One step under a profiler: time in collectives by axis, imbalance of ranks, and a timeline with module names.
 
-A dispatch mode sees each collective with its group, and the profiler times it under the name of its backend (`gloo:all_reduce`,
-`nccl:...`). The n-th call of the one is the n-th event of the other: both are in order of the calls.
+A dispatch mode sees each collective with its group, and the profiler times it under the name of its backend
+(`gloo:all_reduce`, `nccl:...`). The n-th call of the one is the n-th event of the other: both are in order of the
+calls.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class ProfiledStep:
     """What one step of this rank did.
 
     Attributes:
-        by_axis: axis to seconds in which a collective of it was in flight, waiting for others included, and for receives excluded.
+        by_axis: axis to seconds in which a collective of it was in flight, waiting for others included, and for
+            receives excluded.
         busy_s: what this rank computed: the time of its thread on a CPU, of its kernels on a GPU.
         spans: (row, name, start, stop) in seconds: modules by depth, and collectives.
         largest: of each axis, the rank with the most. imbalance: busy time of the slowest rank over the mean, less 1.

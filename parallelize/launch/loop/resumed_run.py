@@ -1,4 +1,5 @@
-"""A run that goes on from a checkpoint: what its file says of the model and the optimizer, compared with what was saved.
+"""A run that goes on from a checkpoint: what its file says of the model and the optimizer, compared with what was
+saved.
 
 What is compared is the table of `resumed_keys.py`; the position in the data is compared by `build_run.py`.
 """
@@ -62,7 +63,8 @@ def _shown(value: Any) -> str:
 
 
 def refuse_or_tell(config: RunConfig, differences: list[ChangedKey], where: str, tell: Any) -> list[ChangedKey]:
-    """The differences that the file accepts, each of which is told. Raises: LaunchError `changed-key` for the others."""
+    """The differences that the file accepts, each of which is told. Raises: LaunchError `changed-key` for the
+    others."""
     refused = [each for each in differences if not may_differ(config.checkpoints.may_differ, each.key)]
     if refused:
         more = [Problem("changed-key", f"and {len(refused) - _MOST} more keys")] if len(refused) > _MOST else []
@@ -119,7 +121,8 @@ def _plain(value: Any) -> Any:
 def differences_of(
     config: RunConfig, manifest: Manifest, parallel: ParallelModel, optimizer: Optimizer
 ) -> list[ChangedKey]:
-    """The compared keys that say something else than the saved run. What an older checkpoint does not say is not compared."""
+    """The compared keys that say something else than the saved run. What an older checkpoint does not say is not
+    compared."""
     record = manifest.about.get(RECORD)
     differences = list(_of_record(config.model, record_of(config), record if isinstance(record, dict) else {}))
     if not any(each.key == "model.lora" for each in differences):

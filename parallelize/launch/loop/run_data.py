@@ -1,4 +1,5 @@
-"""The batches of a run: global ones that do not depend on the mesh, epoch after epoch, with a position that is saved."""
+"""The batches of a run: global ones that do not depend on the mesh, epoch after epoch, with a position that is
+saved."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class RunData:
     """Batches of this data rank, without end.
 
     Args:
-        rows: a map-style data set of rows; or an iterable of them, a function of the epoch that returns one, or a list of these.
+        rows: a map-style data set of rows; or an iterable of them, a function of the epoch that returns one, or a list
+            of these.
         section: what the file of the run says.
         mesh: the mesh of all processes.
         device: where batches are put.
@@ -59,7 +61,8 @@ class RunData:
         self._stream: Iterator[Any] | None = None
 
     def next(self) -> Batch:
-        """The next batch: name to tensor [local batch, tokens]. Raises: DataError `no-samples`, `bad-row`, `unequal-rows`."""
+        """The next batch: name to tensor [local batch, tokens]. Raises: DataError `no-samples`, `bad-row`,
+        `unequal-rows`."""
         for _ in range(2):
             if self._stream is None:
                 self._stream = iter(self._epoch())
@@ -151,7 +154,8 @@ _FIX = 'data.function: rows such as {"input_ids": [...], "labels": [...]}, of li
 
 
 def collate_or_error(rows: Sequence[Any]) -> dict[str, Any] | DataError:
-    """The batch of rows, or what is wrong with them: as a value, because a worker process sends an error as text alone."""
+    """The batch of rows, or what is wrong with them: as a value, because a worker process sends an error as text
+    alone."""
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping) or not row or not all(isinstance(name, str) for name in row):
             what = f"row {number} of a batch is a {type(row).__name__}, and no mapping of names to values"

@@ -72,7 +72,8 @@ class RunMetrics:
         profile: ProfiledStep | None,
         more: Mapping[str, float] | None = None,
     ) -> None:
-        """One step's numbers. memory: bytes of the rank with most. profile: of a profiled step, whose time is not typical. more: by tag."""
+        """One step's numbers. memory: bytes of the rank with most. profile: of a profiled step, whose time is not
+        typical. more: by tag."""
         if profile is not None:
             self._comm = profile.scalars()
         scalars: dict[str, Any] = {"loss": loss, "grad_norm": norm, "lr": rate}
@@ -110,7 +111,8 @@ def _writers(section: MetricsSection, config: RunConfig, heading: str, enabled: 
 
 
 def _wandb_run(config: RunConfig) -> str | None:
-    """The id of this run at Weights & Biases, beside its checkpoints, so that a run that goes on is the same one there."""
+    """The id of this run at Weights & Biases, beside its checkpoints, so that a run that goes on is the same one
+    there."""
     if not config.checkpoints.folder:
         return None
     path = Path(config.checkpoints.folder) / "reports" / _WANDB_ID

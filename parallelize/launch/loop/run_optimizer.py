@@ -72,7 +72,8 @@ class FileOptions:
     """The options of an optimizer's groups as its file gives them, which a checkpoint would replace by the saved ones.
 
     Attributes:
-        of_groups: the arguments of the class in each group. Other options of a group are state, as some classes have there.
+        of_groups: the arguments of the class in each group. Other options of a group are state, as some classes have
+            there.
     """
 
     section: OptimizerSection
@@ -102,11 +103,15 @@ class FileOptions:
         self._check_state(optimizer)
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        """Whether the class steps with the saved state: tried on a small matrix that has the entries of a saved one alone."""
+        """Whether the class steps with the saved state: tried on a small matrix that has the entries of a saved one
+        alone."""
         saved = next((set(state) for state in optimizer.state.values() if state), None)
         lacking = _lacking_state(optimizer_class(self.section), self.section, saved) if saved is not None else ()
         if lacking:
-            what = f"with these arguments {self.section.name} needs {short_list(lacking)}, which the checkpoint does not have"
+            what = (
+                f"with these arguments {self.section.name} needs {short_list(lacking)}, which the checkpoint does not "
+                "have"
+            )
             fix = "the arguments of the saved run; or another checkpoints.folder, with which a run begins"
             raise LaunchError(Problem("bad-optimizer", what, fix=fix))
 
@@ -117,7 +122,8 @@ def _argument_names(cls: type) -> set[str]:
 
 
 def _is_argument(key: str, names: set[str]) -> bool:
-    """Whether an option of a group is an argument of the class; one of some parameters may have the prefix of these (`adamw_betas`)."""
+    """Whether an option of a group is an argument of the class; one of some parameters may have the prefix of these
+    (`adamw_betas`)."""
     return key != "params" and (key in names or any(name.endswith(f"_{key}") for name in names))
 
 

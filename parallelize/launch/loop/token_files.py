@@ -1,6 +1,8 @@
-"""Text files as one sequence of tokens: bytes are mapped as they are; what needs a tokenizer is tokenized once, into a file.
+"""Text files as one sequence of tokens: bytes are mapped as they are; what needs a tokenizer is tokenized once, into a
+file.
 
-The file is named by a hash of its sources, so that ranks and later runs find it, and checked by size and hash when they do.
+The file is named by a hash of its sources, so that ranks and later runs find it, and checked by size and hash when they
+do.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def texts_of_files(paths: Sequence[str]) -> Iterator[str]:
 
 
 def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
-    """Text to ids: those of a tokenizer's folder, or, without one, the bytes. Nothing is downloaded, and no code of the folder runs.
+    """Text to ids: those of a tokenizer's folder, or, without one, the bytes. Nothing is downloaded, and no code of the
+    folder runs.
 
     Raises: DataError `no-tokenizer`.
     """
@@ -113,7 +116,8 @@ def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
 
 
 def tokenized(documents: Iterable[str], encode: Callable[[str], list[int]]) -> Tokens:
-    """Documents as ids in memory; empty ones are left out. Raises: DataError `empty-data`, `bad-row` for one that is no text."""
+    """Documents as ids in memory; empty ones are left out. Raises: DataError `empty-data`, `bad-row` for one that is no
+    text."""
     parts, starts, total = [], [], 0
     for number, document in enumerate(documents):
         if not isinstance(document, str):
@@ -130,7 +134,8 @@ def tokenized(documents: Iterable[str], encode: Callable[[str], list[int]]) -> T
 
 
 def digest_of_sources(paths: Sequence[str], tokenizer: str, key: str) -> str:
-    """A short hash of files, by path, size and time of change, and of how they are read: by which tokenizer's files, and which key."""
+    """A short hash of files, by path, size and time of change, and of how they are read: by which tokenizer's files,
+    and which key."""
     folder = Path(tokenizer)
     parts = sorted(str(part) for part in folder.iterdir() if part.is_file()) if tokenizer and folder.is_dir() else []
     stats = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in [*paths, *parts]]
@@ -170,7 +175,8 @@ def cached_tokens(
 
 
 class TokenCache:
-    """Ids and the starts of documents in two files, and a third one with their sizes and hashes, which is published last.
+    """Ids and the starts of documents in two files, and a third one with their sizes and hashes, which is published
+    last.
 
     What a power cut or an interrupted copy leaves does not match it, and is made again.
     """

@@ -1,4 +1,5 @@
-"""The loop of a run: one step after another, with what is logged, saved, judged, and the request to stop, at each boundary."""
+"""The loop of a run: one step after another, with what is logged, saved, judged, and the request to stop, at each
+boundary."""
 
 from __future__ import annotations
 
@@ -194,7 +195,8 @@ class TrainLoop:
         self._note_save_time()
 
     def _note_save_time(self) -> None:
-        """Of the save before, where it is in the background: for the launch files that `--emit` writes, and a warning."""
+        """Of the save before, where it is in the background: for the launch files that `--emit` writes, and a
+        warning."""
         assert self.checkpoints is not None
         if not self.checkpoints.save_s:
             return

@@ -28,7 +28,8 @@ from parallelize.tools.analysis.subject import Subject
 
 @dataclass(frozen=True)
 class Predicted:
-    """A prediction. explanation is None where the model's forward cannot run on tensors without values: `why_not` says why."""
+    """A prediction. explanation is None where the model's forward cannot run on tensors without values: `why_not` says
+    why."""
 
     subject: Subject
     setting: Setting
@@ -62,7 +63,8 @@ class Summary:
     why_not: str = ""
 
     def memory_of(self, pp_rank: int) -> dict[str, int]:
-        """Of a rank of the pipeline; those between the analyzed ones count as the first. Empty where nothing is known."""
+        """Of a rank of the pipeline; those between the analyzed ones count as the first. Empty where nothing is
+        known."""
         return self.memory.get(pp_rank) or next(iter(self.memory.values()), {})
 
     def as_json(self) -> str:
@@ -86,7 +88,8 @@ def subject_of(config: RunConfig) -> Subject:
 
 
 def machine_of(config: RunConfig, device: str) -> Machine:
-    """The profile that the file names, else that of this process's device. A process that uses no GPU assumes an H100."""
+    """The profile that the file names, else that of this process's device. A process that uses no GPU assumes an
+    H100."""
     if config.hardware or not device.startswith("cuda"):
         return load_machine(config.hardware or "cpu")
     return load_machine(profile_of(torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""))

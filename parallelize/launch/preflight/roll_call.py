@@ -1,7 +1,8 @@
-"""Every rank says what it is, through the store, before any process group exists: who is missing is named within the limit.
+"""Every rank says what it is, through the store, before any process group exists: who is missing is named within the
+limit.
 
-The first rank compares, and all ranks get the same answer. The store is asked by each rank a few times, whatever the number of ranks
-is, and an answer has the names of hosts, not the facts of all ranks, so that it stays short.
+The first rank compares, and all ranks get the same answer. The store is asked by each rank a few times, whatever the
+number of ranks is, and an answer has the names of hosts, not the facts of all ranks, so that it stays short.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ def roll_call(
         facts: of this rank.
         host_of: the host on which a rank was to start, where the launcher has said so.
 
-    Raises: LaunchError `ranks-missing` with the ranks and hosts that have not answered; `ranks-differ` with the values by rank;
-        `device-shared`. The same on every rank; on a rank to which the first one does not answer, `head-silent`.
+    Raises: LaunchError `ranks-missing` with the ranks and hosts that have not answered; `ranks-differ` with the values
+        by rank; `device-shared`. The same on every rank; on a rank to which the first one does not answer,
+        `head-silent`.
     """
     store.set(f"facts/{rank}", json.dumps(dict(facts)))
     store.add("here", 1)

@@ -1,4 +1,5 @@
-"""One timed collective along each axis: its bandwidth beside what the profile of `fit` assumes, and who has not come."""
+"""One timed collective along each axis: its bandwidth beside what the profile of `fit` assumes, and who has not
+come."""
 
 from __future__ import annotations
 

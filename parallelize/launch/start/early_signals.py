@@ -1,5 +1,6 @@
-"""Signals that come before a rank can save: while it imports, waits for other ranks, or builds the model. Nothing is lost then, so the
-process ends at once with the status that asks for another start, instead of by the signal. The loop's own signals take over later."""
+"""Signals that come before a rank can save: while it imports, waits for other ranks, or builds the model. Nothing is
+lost then, so the process ends at once with the status that asks for another start, instead of by the signal. The loop's
+own signals take over later."""
 
 from __future__ import annotations
 

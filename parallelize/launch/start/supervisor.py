@@ -1,7 +1,8 @@
 """Starts the ranks of this machine through torch's elastic agent, and starts them again after a failure.
 
-Rendezvous, processes and their monitoring are torch's. What is added here: signals of the launcher go to the ranks, which have as
-long as the grace period for a save; the number of ranks of the next attempt; and ranks that end with this process.
+Rendezvous, processes and their monitoring are torch's. What is added here: signals of the launcher go to the ranks,
+which have as long as the grace period for a save; the number of ranks of the next attempt; and ranks that end with this
+process.
 """
 
 from __future__ import annotations
@@ -236,7 +237,8 @@ class Ended:
 
     Attributes:
         status: of the run, if it is not tried again. again: whether another attempt may succeed.
-        blamed: the rank that failed first, as far as statuses tell; None where no rank did. what: one line. by: its status.
+        blamed: the rank that failed first, as far as statuses tell; None where no rank did. what: one line. by: its
+            status.
     """
 
     status: int
@@ -247,7 +249,8 @@ class Ended:
 
 
 def judge(statuses: Mapping[int, int]) -> Ended:
-    """How an attempt ended, from the exit statuses of ranks that did not end with 0. A negative one is a signal's number."""
+    """How an attempt ended, from the exit statuses of ranks that did not end with 0. A negative one is a signal's
+    number."""
     if not statuses:
         return Ended(FINE, False, None, "done")
     for status in (MISTAKE, ENVIRONMENT, REQUEUE):

@@ -1,8 +1,10 @@
-"""The fused attention kernels that return each row's log-sum and take it in backward: the CPU's, and on CUDA cuDNN's or flash attention.
+"""The fused attention kernels that return each row's log-sum and take it in backward: the CPU's, and on CUDA cuDNN's or
+flash attention.
 
-The public `scaled_dot_product_attention` does not return the log-sums, so the dispatcher ops below it are called. On Hopper cuDNN's
-kernels take half the time of flash attention's (docs/long-sequences.md). They are called for lengths of whole tiles of 128 alone: for
-others versions of them read beyond the keys or give NaN (pytorch #169849, #196678; cudnn-frontend #1072).
+The public `scaled_dot_product_attention` does not return the log-sums, so the dispatcher ops below it are called. On
+Hopper cuDNN's kernels take half the time of flash attention's (docs/long-sequences.md). They are called for lengths of
+whole tiles of 128 alone: for others versions of them read beyond the keys or give NaN (pytorch #169849, #196678;
+cudnn-frontend #1072).
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def _prefers_cudnn(q: T, k: T, v: T, causal: bool) -> bool:
 
 
 def _repeated(q: T, k: T, v: T) -> tuple[T, T]:
-    """Key and value heads repeated for each query head: flash attention's backward and the CPU's do not support grouped heads."""
+    """Key and value heads repeated for each query head: flash attention's backward and the CPU's do not support grouped
+    heads."""
     times = q.shape[1] // k.shape[1]
     return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
 

@@ -3,11 +3,12 @@
     forward   out = softmax(s) v,  lse = log(sum(exp(s))),  s = softcap(scale q k^T) + mask
     backward  from the lse and the output of the full row, so that each tile's gradients are its part of the sum
 
-A fused kernel is used where there is one (the CPU's, and CUDA's: cuDNN's or flash attention), but not with masks, whose hidden blocks it would
-compute, not with dropout, which it would draw from a generator, and not in the forward of single precision: its log-sums are
-rounded to float32, and those of explicit scores halve the errors of gradients (measured, of 2 and 8 tiles). Otherwise scores are
-explicit, a block at a time (score_blocks.py). The backward of single precision takes log-sums that are exact: a weight exp(s -
-lse) is that of the rounded lse times exp(rounded - lse), by which the gradients of its row are multiplied.
+A fused kernel is used where there is one (the CPU's, and CUDA's: cuDNN's or flash attention), but not with masks, whose
+hidden blocks it would compute, not with dropout, which it would draw from a generator, and not in the forward of single
+precision: its log-sums are rounded to float32, and those of explicit scores halve the errors of gradients (measured, of
+2 and 8 tiles). Otherwise scores are explicit, a block at a time (score_blocks.py). The backward of single precision
+takes log-sums that are exact: a weight exp(s - lse) is that of the rounded lse times exp(rounded - lse), by which the
+gradients of its row are multiplied.
 
 Source: Dao et al., FlashAttention, arXiv:2205.14135.
 """

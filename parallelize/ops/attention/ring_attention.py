@@ -1,15 +1,17 @@
 """Ring attention: each rank keeps its queries; key/value blocks are sent around the ring, overlapped with compute.
 
-    step s of P: send block (r - s) to r + 1 | attend from local queries to block (r - s), combine the outputs by log-sums
+    step s of P: send block (r - s) to r + 1 | attend from local queries to block (r - s), combine the outputs by
+    log-sums
 
-Backward sends the blocks around once more. The sum of a block's gradients follows it from the first of the other ranks on, and
-the block's own rank, which it reaches after P - 1 messages, adds its part. A rank stores two blocks at any time. Every block is P
-times smaller than the sequence, and so is everything saved for
-backward: q, k, v, the output and one number per row.
+Backward sends the blocks around once more. The sum of a block's gradients follows it from the first of the other ranks
+on, and the block's own rank, which it reaches after P - 1 messages, adds its part. A rank stores two blocks at any
+time. Every block is P times smaller than the sequence, and so is everything saved for backward: q, k, v, the output and
+one number per row.
 
-`runs` says which positions of the sequence each rank of the ring has (see `Context.layout_of`). In the op's arguments it is one
-list: for each rank [number of runs, start, stop, start, stop, ...]. Documents [B or 1, S] cover the full sequence: a token attends
-to tokens of its own document only; -1 - d is a token of document d to which no token attends (padding).
+`runs` says which positions of the sequence each rank of the ring has (see `Context.layout_of`). In the op's arguments
+it is one list: for each rank [number of runs, start, stop, start, stop, ...]. Documents [B or 1, S] cover the full
+sequence: a token attends to tokens of its own document only; -1 - d is a token of document d to which no token attends
+(padding).
 
 Source: Liu et al., Ring Attention, arXiv:2310.01889; combination by log-sums, FlashAttention-2, arXiv:2307.08691.
 """
@@ -49,15 +51,19 @@ def ring_attention(
 ) -> T:
     """Attention over a sequence that is sharded over a group.
 
-    Shapes (s: local tokens): q [B, H, s, D], k [B, K, s, D], v [B, K, s, E]; H is a multiple of K; returns [B, H, s, E].
+    Shapes (s: local tokens): q [B, H, s, D], k [B, K, s, D], v [B, K, s, E]; H is a multiple of K; returns [B, H, s,
+    E].
 
     Args:
         runs: the positions of each rank of the group, ascending.
         documents: see the module docstring.
-        dropout: which attention weights are dropped; None: none. Both passes draw the masks of their tiles, 5 ns a weight on a core.
-        sinks: [H], for each head the score of one more key that every query attends to, whose value is zero; None: none.
+        dropout: which attention weights are dropped; None: none. Both passes draw the masks of their tiles, 5 ns a
+            weight on a core.
+        sinks: [H], for each head the score of one more key that every query attends to, whose value is zero; None:
+            none.
 
-    Cost: P - 1 messages of a rank's keys and values forward; the same, and P - 1 of their gradients in float32, backward.
+    Cost: P - 1 messages of a rank's keys and values forward; the same, and P - 1 of their gradients in float32,
+        backward.
     """
     flat = [number for rank_runs in runs for number in (len(rank_runs), *(edge for run in rank_runs for edge in run))]
     return _RingAttention.apply(q, k, v, sinks, documents, flat, masking, dropout, group.key)
@@ -202,7 +208,7 @@ def _(grad, q, k, v, documents, out, lse, runs, causal, window, scale, softcap, 
     return [q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)]
 
 
-# -- how tiles are combined ---------------------------------------------------------------------------------------------
+# -- how tiles are combined --------------------------------------------------------------------------------------------
 
 
 class _CombinedOutput:
@@ -262,7 +268,8 @@ def _ring_blocks(exchange: Exchange, group: Group, ring: Ring, k: T, v: T) -> It
 
 
 class _RingGradients:
-    """Gradients of blocks: the sum of each follows its block one step later, and every rank adds its part, the owner last."""
+    """Gradients of blocks: the sum of each follows its block one step later, and every rank adds its part, the owner
+    last."""
 
     def __init__(self, exchange: Exchange, group: Group, ring: Ring, k: T, v: T):
         self.exchange, self.group, self.ring, self.k, self.v = exchange, group, ring, k, v

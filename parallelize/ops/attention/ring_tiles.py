@@ -26,7 +26,8 @@ Run = tuple[int, int]
 class Tile:
     """Local rows q_start to q_stop of the queries against k_start to k_stop of the keys.
 
-    kind: "full"; "causal" if queries and keys are the same rows in the same order; "masked" if it needs a mask by positions.
+    kind: "full"; "causal" if queries and keys are the same rows in the same order; "masked" if it needs a mask by
+    positions.
     """
 
     q_start: int
@@ -65,7 +66,8 @@ def _pairs(queries: tuple[Run, ...], keys: tuple[Run, ...], window: int) -> Iter
 
 
 def _kind(q_start: int, q_stop: int, k_start: int, k_stop: int, window: int) -> str:
-    """The kind of a pair of runs, from the smallest and largest distance from a query back to a key; "" if all is masked."""
+    """The kind of a pair of runs, from the smallest and largest distance from a query back to a key; "" if all is
+    masked."""
     nearest, farthest = q_start - (k_stop - 1), q_stop - 1 - k_start
     if farthest < 0 or (window and nearest >= window):
         return ""

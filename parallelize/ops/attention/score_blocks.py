@@ -4,10 +4,10 @@
               o = exp(m - m') o + p v,  l = exp(m - m') l + sum p;  at the end  out = o / l,  lse = m + log l
     backward  p = exp(s - lse),  dv += p^T grad,  ds = p (grad v^T - delta),  dq += ds k,  dk += ds^T q
 
-Everything is computed in float32 at least, log-sums in float64 where inputs are not of half precision. On a CPU a block is of one
-key head and small enough for the second-level cache, so that a pass over its scores costs little beside its matmuls (measured in
-float32, heads of 32, against the CPU's fused kernel: 1.3 times its forward, 1.1 times its backward). On an accelerator a block is
-of all heads and keys, since a launch costs more than memory.
+Everything is computed in float32 at least, log-sums in float64 where inputs are not of half precision. On a CPU a block
+is of one key head and small enough for the second-level cache, so that a pass over its scores costs little beside its
+matmuls (measured in float32, heads of 32, against the CPU's fused kernel: 1.3 times its forward, 1.1 times its
+backward). On an accelerator a block is of all heads and keys, since a launch costs more than memory.
 
 Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
 """
@@ -119,7 +119,8 @@ def _sums(tile: _Tile, part: _RowPart, queries: T) -> _Sums:
 
 
 def _sums_by_first_block(tile: _Tile, part: _RowPart, queries: T) -> _Sums | None:
-    """By the highest score of each row's first block, so that others need none: an eighth less time. None where sums grow too large."""
+    """By the highest score of each row's first block, so that others need none: an eighth less time. None where sums
+    grow too large."""
     if tile.device.type != "cpu" or not part.blocks or part.blocks[0].hidden is not None:
         return None
     out, total, highest = _Sums.zeros(tile, queries)
@@ -134,7 +135,8 @@ def _sums_by_first_block(tile: _Tile, part: _RowPart, queries: T) -> _Sums | Non
 
 
 def backward(rows: QueryRows, k: T, v: T, scoring: Scoring, into: tuple[T, T, T]) -> None:
-    """Add the tile's part of the gradients of q, k and v to those in `into`, which have the dtype that is computed in."""
+    """Add the tile's part of the gradients of q, k and v to those in `into`, which have the dtype that is computed
+    in."""
     tile = _Tile(rows.q, k, v, scoring, max(1, _BLOCK_ROWS // 2))
     dq = into[0].view(tile.heads, tile.group, *into[0].shape[2:])
     dk, dv = (grad.view(tile.heads, *grad.shape[2:]) for grad in into[1:])
@@ -178,7 +180,8 @@ def strip_rows(q: T, k: T) -> int:
 
 
 class _KeyBlock(NamedTuple):
-    """Keys first to stop - 1. hidden: those to which rows do not attend, [B or 1, 1, rows, keys]; None: they attend to all."""
+    """Keys first to stop - 1. hidden: those to which rows do not attend, [B or 1, 1, rows, keys]; None: they attend to
+    all."""
 
     first: int
     stop: int

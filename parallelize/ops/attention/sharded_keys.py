@@ -1,11 +1,13 @@
-"""Attention of queries that every rank has to keys of which each rank has a part: decoding with a cache that is split over tokens.
+"""Attention of queries that every rank has to keys of which each rank has a part: decoding with a cache that is split
+over tokens.
 
     out = sum over ranks of exp(lse_r - lse) out_r,  lse = log(sum over ranks of exp(lse_r))
 
-Every rank attends to its keys; outputs and log-sums are gathered in one message, and combined in the order of ranks, so that all ranks
-get the same bits.
+Every rank attends to its keys; outputs and log-sums are gathered in one message, and combined in the order of ranks, so
+that all ranks get the same bits.
 
-Source: combination by log-sums, Dao, FlashAttention-2, arXiv:2307.08691; of a split cache, Flash-Decoding (Dao et al., 2023).
+Source: combination by log-sums, Dao, FlashAttention-2, arXiv:2307.08691; of a split cache, Flash-Decoding (Dao et al.,
+    2023).
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ T = torch.Tensor
 def attend_to_shards(q: T, k: T, v: T, group: Group, scoring: kernels.Scoring, sinks: T | None = None) -> T:
     """Attention to the keys of all ranks.
 
-    Shapes: q [B, H, m, D], the same on every rank; k [B, K, n, D] and v [B, K, n, E], of this rank, n 0 or more; returns
+    Shapes: q [B, H, m, D], the same on every rank; k [B, K, n, D] and v [B, K, n, E], of this rank, n 0 or more;
+        returns
     [B, H, m, E], the same on every rank. A query that attends to no key gives zeros.
 
     Args:
         scoring: its mask is that of the m queries and the local keys, [B or 1, 1, rows, n].
         sinks: [H], the scores of one more key for each head, of value zero; None: none.
 
-    Cost: one all-gather of B x H x m x (E + 2) numbers of float32 a rank (E + 1 of float64), whatever the number of keys.
+    Cost: one all-gather of B x H x m x (E + 2) numbers of float32 a rank (E + 1 of float64), whatever the number of
+        keys.
     """
     batch, heads, num_queries, _ = q.shape
     key_heads = k.shape[1]
@@ -63,7 +67,8 @@ def _local(rows: T, k: T, v: T, scoring: kernels.Scoring) -> tuple[T, T]:
 
 
 def _packed(out: T, lse: T) -> T:
-    """[..., E] and [...] as one tensor [..., E + 1 or 2]; log-sums of float64 are two numbers of float32, bit by bit."""
+    """[..., E] and [...] as one tensor [..., E + 1 or 2]; log-sums of float64 are two numbers of float32, bit by
+    bit."""
     return torch.cat([out, lse.contiguous().unsqueeze(-1).view(out.dtype)], -1)
 
 

@@ -1,10 +1,10 @@
 """Dropout of attention weights whose masks are drawn where they are used, block by block, and again in backward.
 
-Whether a weight is dropped is a function of a key and of the weight's index in the full [batch, heads, S, S]. So every sharding of
-tokens and heads draws the masks of one rank, and no mask is stored.
+Whether a weight is dropped is a function of a key and of the weight's index in the full [batch, heads, S, S]. So every
+sharding of tokens and heads draws the masks of one rank, and no mask is stored.
 
-    forward   out = sum of p keep / (1 - rate) v,  by the log-sums of all p: dropped weights count in them
-    backward  dv += (p keep)^T grad',  ds = p (keep grad' v^T - delta),  grad' = grad / (1 - rate),  delta = sum(grad out)
+    forward out = sum of p keep / (1 - rate) v, by the log-sums of all p: dropped weights count in them backward dv +=
+    (p keep)^T grad', ds = p (keep grad' v^T - delta), grad' = grad / (1 - rate), delta = sum(grad out)
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     rows x [N, in], weights [groups, in, out], offs [groups]: where the rows of each group end -> [N, out]
 
-The op takes matrices of which each row begins at a multiple of 16 bytes: also those of its backward, which are transposed. Zeros add
-nothing to a sum, and the columns that they make are cut off, so that results and gradients are those of the op without them.
+The op takes matrices of which each row begins at a multiple of 16 bytes: also those of its backward, which are
+transposed. Zeros add nothing to a sum, and the columns that they make are cut off, so that results and gradients are
+those of the op without them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which tokens go to which rank: from the choices of a router to rows, by destination.
 
-A token goes once to each rank that has any of its experts, however many of them it has. Tokens are divided into chunks, so that
-the rows of one travel while the experts compute those of another. Ranks first tell each other how many rows come, with one
-message and one wait of the host.
+A token goes once to each rank that has any of its experts, however many of them it has. Tokens are divided into chunks,
+so that the rows of one travel while the experts compute those of another. Ranks first tell each other how many rows
+come, with one message and one wait of the host.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def routes_of(
         form: of this call on this rank.
         etp: ranks that have a part of each expert. All of them get its tokens, and their results are added up by token.
 
-    Raises: on every rank of the group, ModelError `experts-differ` where their forms differ, `bad-choice` where one of them has
-        choices outside of [0, num_experts).
+    Raises: on every rank of the group, ModelError `experts-differ` where their forms differ, `bad-choice` where one of
+        them has choices outside of [0, num_experts).
     """
     ep = group.size // etp  # changes fastest with the rank
     experts = balanced_interval(num_experts, ep, group.rank % ep)
@@ -100,7 +100,8 @@ def _owners(choices: T, num_experts: int, num_ranks: int) -> T:
 
 
 def indices_of(mask: T, count: int) -> tuple[T, T]:
-    """(rows, columns) of the True elements of a matrix, in row-major order, of which there are `count`. The host does not wait."""
+    """(rows, columns) of the True elements of a matrix, in row-major order, of which there are `count`. The host does
+    not wait."""
     found = torch.nonzero_static(mask, size=count)
     return found[:, 0], found[:, 1]
 
@@ -236,7 +237,8 @@ class AssumedRouting:
 
         Args:
             tokens: of each rank of the group. num_local: the number of experts of this rank, the first of the group.
-            ep, etp: ranks that divide the experts, and that have a part of each; every one of them gets the rows of an expert.
+            ep, etp: ranks that divide the experts, and that have a part of each; every one of them gets the rows of an
+                expert.
         """
         if self.to_one_rank:  # what a token chooses beyond the experts of this rank is spread over the others
             chosen, others = min(k, num_local), ep - 1

@@ -5,8 +5,8 @@
     ticket             = give_back(results)           backward: waits for the gradients of results
     tokens' results    = collect(tickets)             backward: starts to send the gradients of all results
 
-A ticket is a number without meaning, by which autograd knows the order. What runs between a start and its wait overlaps with the
-message, forward and backward. A row is sent with the weights of its choices in one message.
+A ticket is a number without meaning, by which autograd knows the order. What runs between a start and its wait overlaps
+with the message, forward and backward. A row is sent with the weights of its choices in one message.
 
 Source: Zhao et al., DeepEP (one row for each rank); Lepikhin et al., GShard, arXiv:2006.16668.
 """
@@ -56,7 +56,8 @@ class Transfers:
 
 
 def dispatch(tokens: T, weights: T, transfers: Transfers) -> tuple[T, ...]:
-    """Start to send tokens, with their choices and weights, to the ranks of their experts. Returns a ticket for each chunk."""
+    """Start to send tokens, with their choices and weights, to the ranks of their experts. Returns a ticket for each
+    chunk."""
     return _Send.apply(tokens, weights, transfers)
 
 
@@ -176,7 +177,8 @@ def _added_up(parts: list[tuple[T, T]], num_tokens: int) -> T:
 
 
 def packed(x: T, *others: T) -> T:
-    """[rows, width] and matrices of any dtypes, side by side as one matrix in the dtype of `x`, in which they are bits."""
+    """[rows, width] and matrices of any dtypes, side by side as one matrix in the dtype of `x`, in which they are
+    bits."""
     sides = torch.cat([_bytes_of(other) for other in others], 1)
     padding = -sides.shape[1] % x.element_size()
     sides = F.pad(sides, (0, padding)) if padding else sides

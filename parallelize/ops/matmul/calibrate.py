@@ -28,7 +28,8 @@ _CHUNKS = 4
 
 
 def calibrate(mesh: DeviceMesh, dtype: torch.dtype = torch.float32, profile: LinkProfile | None = None) -> LinkProfile:
-    """Measure the mesh's `tp` axis now instead of in the first forward, or set its profile. Call it on every rank of the axis.
+    """Measure the mesh's `tp` axis now instead of in the first forward, or set its profile. Call it on every rank of
+    the axis.
 
     Args:
         mesh: a mesh with an axis named `tp`, or a 1-D mesh.
@@ -39,8 +40,8 @@ def calibrate(mesh: DeviceMesh, dtype: torch.dtype = torch.float32, profile: Lin
     Raises:
         MeshError: `no-tp-axis`.
         ShapeError: `ranks-disagree` if other ranks calibrate another dtype or call another op.
-    Cost: about a quarter of a second of messages and matmuls the first time for a dtype; none afterwards, with `profile`, and
-        on one rank.
+    Cost: about a quarter of a second of messages and matmuls the first time for a dtype; none afterwards, with
+        `profile`, and on one rank.
     """
     group, device = Group(tp_mesh(mesh).get_group()), torch.device(mesh.device_type)
     if profile is not None:
@@ -78,7 +79,8 @@ def _hidden(
 ) -> dict[str, float]:
     """The fraction of communication that each algorithm hides: its gain over sync, measured alternately.
 
-    The measured matmul takes about as long as its messages, or longer if the link is fast, so that it is like a real one.
+    The measured matmul takes about as long as its messages, or longer if the link is fast, so that it is like a real
+    one.
     """
     features = 512
     outs = round(features * dtype.itemsize * flops / bytes_per_s / (2 * features) * (group.size - 1) / group.size)

@@ -4,18 +4,19 @@
     matmul_reduce_scatter   partial sums; the rows of each peer are sent as soon as they are computed, local rows are summed
     matmul_all_reduce       the same, and each rank sends its sums to all others: an all-reduce in chunks
 
-All of them follow three rules. Matmuls are split by rows only, and contributions are summed in rank order, so the result does
-not depend on the number of chunks (bit for bit if the matmul kernel's result for a row does not depend on the other rows).
-Everything is allocated before the first message, in which the ranks compare a line (see `op_handshake`): if a rank fails
-before it, the rank's next op reports the failure, and no rank waits. After it, the messages of an op are always completed:
-if a matmul fails, the peers receive NaN and this rank raises at the end, so that no message of this op can be matched with
-one of the next op.
+All of them follow three rules. Matmuls are split by rows only, and contributions are summed in rank order, so the
+result does not depend on the number of chunks (bit for bit if the matmul kernel's result for a row does not depend on
+the other rows). Everything is allocated before the first message, in which the ranks compare a line (see
+`op_handshake`): if a rank fails before it, the rank's next op reports the failure, and no rank waits. After it, the
+messages of an op are always completed: if a matmul fails, the peers receive NaN and this rank raises at the end, so
+that no message of this op can be matched with one of the next op.
 
 `steps=0` is the version without overlap: one message per peer, one matmul.
 
-Source: Wang et al., ASPLOS 2023 (decomposed collectives overlapped with the einsum that depends on them). The order, the direct
+Source: Wang et al., ASPLOS 2023 (decomposed collectives overlapped with the einsum that depends on them). The order,
+    the direct
 sends and the all-reduce in chunks are not from that paper.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -151,8 +152,8 @@ def all_gather_matmul(
         x: local rows [.., s, .., K]; `torch.chunk` splits the `full` rows along `dim`.
         rights: [K, N] each, with a bias [N] or None.
         steps: chunks per shard; 0 for one exchange followed by one matmul.
-        on_arrival: called with (rank, all rows gathered so far, box, number of chunks still to come from that rank) for each
-            box that has arrived, local rows first; not if `steps` is 0.
+        on_arrival: called with (rank, all rows gathered so far, box, number of chunks still to come from that rank) for
+            each box that has arrived, local rows first; not if `steps` is 0.
         line: what the ranks must agree on.
         keep: whether the gathered rows are used afterwards; if not, local rows may be missing among them.
 
@@ -273,7 +274,8 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(total: MatmulSum, group: Group, steps: int, meanwhile: Sequence[Thunk] = (), line: str = "") -> T:
     """Sum `total` over ranks; every rank gets the full sum.
 
-    Each chunk of rows is summed by one rank, which sends it to all others. As in a ring, a rank sends 2 (P-1)/P of the result.
+    Each chunk of rows is summed by one rank, which sends it to all others. As in a ring, a rank sends 2 (P-1)/P of the
+    result.
 
     Args:
         total: [.., N]; all leading dims are rows here.

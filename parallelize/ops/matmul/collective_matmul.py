@@ -5,9 +5,9 @@
     linear_all_reduce      sums are reduced while matmuls run    backward: no communication
     column_linear          no communication                      backward: all-reduce overlapped with the weight gradients
 
-On plain tensors they work on this rank's shards and take the group. On DTensors they are equivalent to `F.linear`, and take
-mesh and layout from their arguments. `overlap` is "auto" (`decide` returns the choice with its reason, from one calibration per
-group), "off", "chunked" (on any group), or "symm_mem" (PyTorch's symmetric-memory kernels, CUDA).
+On plain tensors they work on this rank's shards and take the group. On DTensors they are equivalent to `F.linear`, and
+take mesh and layout from their arguments. `overlap` is "auto" (`decide` returns the choice with its reason, from one
+calibration per group), "off", "chunked" (on any group), or "symm_mem" (PyTorch's symmetric-memory kernels, CUDA).
 
 Collectives of one call, for P ranks, R rows in full, K input features and N output features:
 
@@ -18,7 +18,7 @@ Collectives of one call, for P ranks, R rows in full, K input features and N out
 | linear_reduce_scatter            | reduce-scatter R x N | all-gather  R x N                                      |
 | linear_all_reduce                | all-reduce  R x N  | none                                                     |
 | column_linear                    | none               | all-reduce  R x K                                        |
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def all_gather_linear(
         full: number of rows of all ranks together. Default: P times s; required if shards are uneven.
         overlap: "auto", "off", "chunked" or "symm_mem".
         chunks: chunks per shard for "chunked". Default: 4.
-        save: "gathered" saves the gathered rows, R x K, for backward, which then sends one reduce-scatter. "shard" saves the
-            local rows, s x K, and backward gathers them again.
+        save: "gathered" saves the gathered rows, R x K, for backward, which then sends one reduce-scatter. "shard"
+            saves the local rows, s x K, and backward gathers them again.
         deferred: receives the weight gradients while `deferred.deferring()` is active; plain tensors only.
 
-    Returns: [.., full, .., N] for one weight, or a list of them. The gradient of `x` is summed over ranks, for the local rows;
-        those of weights and biases are over all rows.
+    Returns: [.., full, .., N] for one weight, or a list of them. The gradient of `x` is summed over ranks, for the
+        local rows; those of weights and biases are over all rows.
     Raises:
         ShapeError: `wrong-shape`, `wrong-dtype`, `wrong-placement`, `no-group`, `bad-overlap`, `cannot-defer`;
             `ranks-disagree` on every rank.
@@ -99,8 +99,8 @@ def linear_reduce_scatter(
         chunks: chunks per shard for "chunked". Default: 4.
         deferred: receives the weight gradient while `deferred.deferring()` is active; plain tensors only.
 
-    Returns: [.., s, .., N], summed in rank order. The gradients of `x` and `weight` are complete; that of `bias` is over the
-        local rows, one part of a sum over ranks.
+    Returns: [.., s, .., N], summed in rank order. The gradients of `x` and `weight` are complete; that of `bias` is
+        over the local rows, one part of a sum over ranks.
     Raises:
         ShapeError: `wrong-shape`, `wrong-dtype`, `wrong-placement`, `no-group`, `bad-overlap`, `cannot-defer`;
             `ranks-disagree` on every rank.

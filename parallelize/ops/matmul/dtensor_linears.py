@@ -1,7 +1,8 @@
 """`F.linear` on DTensors through the collective matmuls, under a context manager.
 
-PyTorch's own styles call three things one after another: they redistribute a linear's input, call `F.linear`, and redistribute its
-output. Under `overlapped_linears()` the collective of the first or the last becomes a part of the linear:
+PyTorch's own styles call three things one after another: they redistribute a linear's input, call `F.linear`, and
+redistribute its output. Under `overlapped_linears()` the collective of the first or the last becomes a part of the
+linear:
 
     x                               weight     then               runs
     Shard(dim), or gathered so      Shard(0)                      all_gather_linear
@@ -52,8 +53,8 @@ _METADATA = {
 class DeferredDTensor(DTensor):
     """A DTensor with its shape, dtype, mesh and placements, which `value` computes.
 
-    Functions of torch read `value`. What takes tensors without asking them (`autograd.Function.apply`) would find no graph
-    behind it: a gradient that arrives here is an error.
+    Functions of torch read `value`. What takes tensors without asking them (`autograd.Function.apply`) would find no
+    graph behind it: a gradient that arrives here is an error.
     """
 
     compute: Callable[[], Any]
@@ -106,7 +107,8 @@ class DeferredDTensor(DTensor):
         return self.value.redistribute(device_mesh, placements, async_op=async_op, **dtypes)
 
     def _check_unwritten(self) -> None:
-        """Raises: ModelError `deferred-dtensor` where this would be computed from other values than when it was made."""
+        """Raises: ModelError `deferred-dtensor` where this would be computed from other values than when it was
+        made."""
         if any(_version(tensor) != version for tensor, version in self.reads):
             what = "a tensor that a linear or a gather reads was written to before its result was read"
             fix = "read the result first, or write to a copy; or do both outside of overlapped_linears()"
@@ -159,7 +161,10 @@ def _version(tensor: T) -> int:
 
 def _refuse_gradient(_: T) -> None:
     what = "an autograd.Function read a DTensor that was not computed yet, and would lose its gradient"
-    fix = "call this module outside of overlapped_linears(): full backward hooks and autograd.Functions on DTensors read so"
+    fix = (
+        "call this module outside of overlapped_linears(): full backward hooks and autograd.Functions on DTensors read "
+        "so"
+    )
     raise ModelError(Problem("deferred-dtensor", what, fix=fix))
 
 
@@ -208,7 +213,7 @@ class OverlappedLinears(TorchFunctionMode):
         rows += [f"{number} by PyTorch: {reason}" for reason, number in sorted(self.stock.items())]
         return "\n".join(rows) or "no linear was called on DTensors"
 
-    # -- one linear -----------------------------------------------------------------------------------------------------
+    # -- one linear ----------------------------------------------------------------------------------------------------
 
     def _linear(self, input: T, weight: T, bias: T | None = None) -> T:
         if not isinstance(input, DTensor) and not isinstance(weight, DTensor):
@@ -293,25 +298,27 @@ def overlapped_linears(overlap: str = "auto", chunks: int | None = None) -> Over
             loss.backward()
         print(linears)                 # how many linears each op ran, and why PyTorch ran the others
 
-    Results and gradients are those of `F.linear`, in the same placements; only the gradient of the bias of a `linear_reduce_scatter`
-    is summed at once, which PyTorch leaves Partial. An input that is gathered (`redistribute` from Shard(dim)
-    to Replicate) is gathered by the first linear that reads it; the others read what that one gathered. The output of a row linear
-    is computed when it is reduced. In between, both are DTensors that are computed when something else reads them, as by PyTorch.
+    Results and gradients are those of `F.linear`, in the same placements; only the gradient of the bias of a
+    `linear_reduce_scatter` is summed at once, which PyTorch leaves Partial. An input that is gathered (`redistribute`
+    from Shard(dim) to Replicate) is gathered by the first linear that reads it; the others read what that one gathered.
+    The output of a row linear is computed when it is reduced. In between, both are DTensors that are computed when
+    something else reads them, as by PyTorch.
 
     Args:
         overlap: "auto", "off", "chunked" or "symm_mem", as in the ops.
         chunks: chunks per shard for "chunked". Default: 4.
 
     Returns: an `OverlappedLinears`: `ops` and `stock` count the linears; `str()` shows both.
-    Raises: ShapeError `bad-overlap`. Inside: as the ops, and ModelError `deferred-dtensor` where a tensor is written to before what
-        reads it is computed; in backward, where an autograd.Function, or a full backward hook of a module, has read a DTensor that
-        was not computed yet.
-    Cost: that of the ops: as many collectives as PyTorch's styles, and one all-reduce for each such bias. A replicated input of a
-        plain tensor (`DTensor.from_local`) that k linears read is all-reduced k times in backward.
+    Raises: ShapeError `bad-overlap`. Inside: as the ops, and ModelError `deferred-dtensor` where a tensor is written to
+        before what reads it is computed; in backward, where an autograd.Function, or a full backward hook of a module,
+        has read a DTensor that was not computed yet.
+    Cost: that of the ops: as many collectives as PyTorch's styles, and one all-reduce for each such bias. A replicated
+        input of a plain tensor (`DTensor.from_local`) that k linears read is all-reduced k times in backward.
 
-    It holds for the thread that enters it. Where a forward is computed again in backward (`torch.utils.checkpoint`), enter it inside
-    that forward: PyTorch leaves such modes while it runs a function of its own, and so backward. For the same reason linears inside
-    such functions (`F.multi_head_attention_forward`) stay as they are, uncounted. So do all linears under `torch.compile`.
+    It holds for the thread that enters it. Where a forward is computed again in backward (`torch.utils.checkpoint`),
+    enter it inside that forward: PyTorch leaves such modes while it runs a function of its own, and so backward. For
+    the same reason linears inside such functions (`F.multi_head_attention_forward`) stay as they are, uncounted. So do
+    all linears under `torch.compile`.
     """
     algorithm_of(overlap, chunks)
     return OverlappedLinears(overlap, chunks)
@@ -375,7 +382,8 @@ class Gathered(DeferredDTensor):
 
 
 def defer_gathers(change: int) -> None:
-    """Enter (1) or leave (-1) a block in whose thread `DTensor.redistribute` returns a `Gathered` for a gather of rows."""
+    """Enter (1) or leave (-1) a block in whose thread `DTensor.redistribute` returns a `Gathered` for a gather of
+    rows."""
     private.wrap_in_torch("redistribution", _redistributing)
     _LOCAL.depth = getattr(_LOCAL, "depth", 0) + change
 

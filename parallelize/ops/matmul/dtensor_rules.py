@@ -8,8 +8,8 @@ The layout is that of the arguments. The weight is sharded along one mesh axis, 
     linear_all_reduce       Shard(-1)        Shard(1)   Replicate   Shard(1)
     column_linear           Replicate        Shard(0)   Shard(-1)   Shard(0)
 
-On other axes `x` may be sharded along any row dim (weight gradients are then Partial there, as those of any DTensor op).
-The group is text in an op's arguments. Here it is a mesh axis, written "axis:n", of the tensors' mesh.
+On other axes `x` may be sharded along any row dim (weight gradients are then Partial there, as those of any DTensor
+op). The group is text in an op's arguments. Here it is a mesh axis, written "axis:n", of the tensors' mesh.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class ReplicatedBias(torch.autograd.Function):
         return grad.redistribute(placements=_with(grad.placements, ctx.axis, Replicate())), None
 
 
-# -- rules: (DTensor, op, types, args, kwargs) -> DTensors ---------------------------------------------------------------
+# -- rules: (DTensor, op, types, args, kwargs) -> DTensors -------------------------------------------------------------
 
 
 def _axis(key: str) -> int:

@@ -166,7 +166,7 @@ class _UsedOutputs:
         return weights, biases
 
 
-# -- all_gather_linear --------------------------------------------------------------------------------------------------
+# -- all_gather_linear -------------------------------------------------------------------------------------------------
 
 
 def _save_gather(ctx: Any, inputs: tuple, output: list[T]) -> None:
@@ -231,7 +231,7 @@ def _weight_gradient_later(grad: T, rows: T, weight: T, gather: Any = None) -> C
     return compute
 
 
-# -- linear_reduce_scatter ----------------------------------------------------------------------------------------------
+# -- linear_reduce_scatter ---------------------------------------------------------------------------------------------
 
 
 def _save_scatter(ctx: Any, inputs: tuple, output: T) -> None:
@@ -255,7 +255,7 @@ def _scatter_backward(ctx: Any, grad: T):
     return dx, results[int(need_x)] if split.now[0] else None, None, None, None
 
 
-# -- linear_all_reduce --------------------------------------------------------------------------------------------------
+# -- linear_all_reduce -------------------------------------------------------------------------------------------------
 
 
 def _save_reduce(ctx: Any, inputs: tuple, output: T) -> None:
@@ -280,7 +280,7 @@ def _reduce_backward(ctx: Any, grad: T):
     return dx, dw, None, None
 
 
-# -- column_linear ------------------------------------------------------------------------------------------------------
+# -- column_linear -----------------------------------------------------------------------------------------------------
 
 
 def _save_column(ctx: Any, inputs: tuple, output: list[T]) -> None:

@@ -1,8 +1,9 @@
 """The collective matmuls as dispatcher ops: schemas, kernels, fake kernels.
 
-Each op is `F.linear` with a collective before or after it, on this rank's local tensors. `algorithm` is "sync", "chunked/8"
-(8 chunks per shard) or "symm_mem". "auto/sync" is this rank's choice; then the group's first rank decides for all. "auto" chooses by
-the sizes of the call, which compiled graphs do not know. Groups are identified by `Group.key`.
+Each op is `F.linear` with a collective before or after it, on this rank's local tensors. `algorithm` is "sync",
+"chunked/8" (8 chunks per shard) or "symm_mem". "auto/sync" is this rank's choice; then the group's first rank decides
+for all. "auto" chooses by the sizes of the call, which compiled graphs do not know. Groups are identified by
+`Group.key`.
 
     all_gather_linear       local rows -> all rows times this rank's weights, and the gathered rows
     linear_reduce_scatter   partial sums -> local rows of their sum
@@ -38,7 +39,8 @@ _SAVE = {True: "gathered", False: "shard"}
 
 
 def steps_of(algorithm: str) -> int:
-    """Chunks per shard; 0 for no overlap. If symmetric memory has no kernel, the op runs in chunks over the same group."""
+    """Chunks per shard; 0 for no overlap. If symmetric memory has no kernel, the op runs in chunks over the same
+    group."""
     kind, _, number = algorithm.partition("/")
     return int(number) if kind == "chunked" else _SYMM_MEM_STEPS if kind == "symm_mem" else 0
 
@@ -53,7 +55,8 @@ def _line(op: str, x: T, other: T, shape: Sequence[int], dim: int | None, *notes
 def _decided(
     group: Group, x: T, algorithm: str, line: str, work: Callable[..., LinearWork], *sizes: int
 ) -> tuple[str, str]:
-    """(the algorithm to use, the line that the ranks must still agree on). sizes: rows, inner and output features for `work`."""
+    """(the algorithm to use, the line that the ranks must still agree on). sizes: rows, inner and output features for
+    `work`."""
     kind, _, choice = algorithm.partition("/")
     if takes_turns() and kind != "symm_mem":  # the other computation hides the messages: one for each peer is enough
         return "chunked/1", line
@@ -95,7 +98,8 @@ def _optional_biases(biases: list[T], weights: list[T]) -> list[T | None]:
 
 
 @define(
-    "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, int dim, SymInt full, str group, str algorithm, bool keep) "
+    "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, int dim, SymInt full, str group, str algorithm, "
+    "bool keep) "
     "-> Tensor[]"
 )
 def _all_gather_linear(
@@ -185,8 +189,9 @@ def _linear_reduce_scatter_backward(
     waiting: dict[int, list[Box]] = {rank: [] for rank in range(group.size)}
 
     def add(rank: int, gathered: T, box: Box, remaining: int) -> None:
-        """Add the contribution of rows to the weight gradient: local rows first, then each other rank's rows in two parts. The
-        second part is the rank's last chunk, so that little is left to compute when everything has arrived."""
+        """Add the contribution of rows to the weight gradient: local rows first, then each other rank's rows in two
+        parts. The second part is the rank's last chunk, so that little is left to compute when everything has
+        arrived."""
         waiting[rank].append(box)
         if remaining in (0, 1):
             for outer in merged(waiting[rank]):
@@ -214,12 +219,14 @@ def _column_linear(x: T, weights: list[T], biases: list[T], group: Group, algori
 
 
 def _no_view(x: T) -> T:
-    """The same memory as a tensor of its own, to which a model may add in place: autograd refuses that on an op's view."""
+    """The same memory as a tensor of its own, to which a model may add in place: autograd refuses that on an op's
+    view."""
     return torch.ops.aten._unsafe_view(x, x.shape)
 
 
 @define(
-    "column_linear_backward(Tensor[] grads, Tensor x, Tensor[] weights, bool[] weight_grads, str group, str algorithm) -> "
+    "column_linear_backward(Tensor[] grads, Tensor x, Tensor[] weights, bool[] weight_grads, str group, str "
+    "algorithm) -> "
     "Tensor[]"
 )
 def _column_linear_backward(

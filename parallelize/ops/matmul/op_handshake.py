@@ -2,9 +2,10 @@
 
 Mismatched messages hang, kill a healthy rank, or give wrong numbers without an error (gloo, with another dtype of equal
 size). So a line of text of fixed length is sent first. With a backend that the host drives, it is sent before every op
-(about 0.1 ms on loopback). With a backend that a device drives, the host would have to wait for the device. There a line
-is sent through the store, the first time that this rank uses it with this group, and no data is sent until all ranks have
-posted the same line. If ranks run ops whose lines all of them have used before in different orders, that is not detected.
+(about 0.1 ms on loopback). With a backend that a device drives, the host would have to wait for the device. There a
+line is sent through the store, the first time that this rank uses it with this group, and no data is sent until all
+ranks have posted the same line. If ranks run ops whose lines all of them have used before in different orders, that is
+not detected.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def _by_store(backend: str) -> bool:
 
 
 class OpAgreement:
-    """Sends a line to the other ranks; `check` waits for their lines and compares. Nothing is sent for an empty line."""
+    """Sends a line to the other ranks; `check` waits for their lines and compares. Nothing is sent for an empty
+    line."""
 
     def __init__(self, group: Group, device: torch.device, line: str):
         self.group, self.line = group, line

@@ -1,4 +1,5 @@
-"""One call of a collective matmul: its arguments are checked, its algorithm is chosen, and the dispatcher op is called."""
+"""One call of a collective matmul: its arguments are checked, its algorithm is chosen, and the dispatcher op is
+called."""
 
 from __future__ import annotations
 
@@ -256,7 +257,8 @@ def algorithm_of(overlap: str, chunks: int | None = None) -> str:
 
 
 def decide(group: Group, dtype: torch.dtype, device: torch.device, work: LinearWork) -> AlgorithmChoice:
-    """What "auto" means for this work on this group. The first call for a dtype calibrates, so every rank must make it."""
+    """What "auto" means for this work on this group. The first call for a dtype calibrates, so every rank must make
+    it."""
     profile = group.profiles.get((device.type, dtype))
     if profile is None and torch.compiler.is_compiling():
         return AlgorithmChoice("sync", "calibration cannot run while a graph is traced: calibrate first")

@@ -1,8 +1,8 @@
 """Which rows each rank stores, and the chunks in which they are sent.
 
-A tensor [.., rows, .., features] that is sharded along one dim is seen as [outer, rows, inner]: `outer` is the product of the
-sizes before that dim, `inner` of the sizes after it. Rank r stores the rows that `torch.chunk` assigns to it, so shards may be
-uneven or empty. Each shard is sent in `steps` chunks of nearly equal size.
+A tensor [.., rows, .., features] that is sharded along one dim is seen as [outer, rows, inner]: `outer` is the product
+of the sizes before that dim, `inner` of the sizes after it. Rank r stores the rows that `torch.chunk` assigns to it, so
+shards may be uneven or empty. Each shard is sent in `steps` chunks of nearly equal size.
 """
 
 from __future__ import annotations

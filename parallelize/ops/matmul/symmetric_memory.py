@@ -1,7 +1,8 @@
-"""The chunked matmuls by PyTorch's symmetric-memory kernels: CUDA only, between devices that can map each other's memory.
+"""The chunked matmuls by PyTorch's symmetric-memory kernels: CUDA only, between devices that can map each other's
+memory.
 
-The kernels take even shards, and a single matmul to scatter. Any other call of these functions uses the chunked version, over
-the same group.
+The kernels take even shards, and a single matmul to scatter. Any other call of these functions uses the chunked
+version, over the same group.
 """
 
 from __future__ import annotations

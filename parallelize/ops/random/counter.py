@@ -1,11 +1,11 @@
 """A counter-based random generator: 64 random bits are a function of a key and of an element's global index.
 
-A key is (seed, name, step, ...), hashed once on the host; each element then costs 18 integer ops. There is no state, so any rank
-can draw any element, in any order and in blocks of any size, and CPU and CUDA give the same bits.
+A key is (seed, name, step, ...), hashed once on the host; each element then costs 18 integer ops. There is no state, so
+any rank can draw any element, in any order and in blocks of any size, and CPU and CUDA give the same bits.
 
 Quality: the first half is SplitMix64 (a Weyl sequence through Stafford's mix 13), which passes BigCrush as a sequential
-generator. Its streams are windows of one sequence of 2^64, so the windows of two keys could overlap; the second half of the key,
-added before one more round, makes even overlapping windows different.
+generator. Its streams are windows of one sequence of 2^64, so the windows of two keys could overlap; the second half of
+the key, added before one more round, makes even overlapping windows different.
 Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; D. Stafford, "Better bit
 mixing", 2011; the last multiplier is that of D. Lemire's and P. Evensen's published 64-bit mixers.
 """
@@ -80,7 +80,8 @@ def uniform(stream: Key, index: torch.Tensor, dtype: torch.dtype = torch.float64
 
 
 def open_uniform(stream: AnyKey, index: torch.Tensor) -> torch.Tensor:
-    """Numbers inside (0, 1), as exact float64: (k + 1/2) / 2^52, so that 1 - u is exact as well. `index` is overwritten."""
+    """Numbers inside (0, 1), as exact float64: (k + 1/2) / 2^52, so that 1 - u is exact as well. `index` is
+    overwritten."""
     return _top(bits(stream, index), 52).to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
@@ -97,7 +98,8 @@ def keep_mask(stream: Key, index: torch.Tensor, p: float) -> torch.Tensor:
 
 
 class IndexRun(NamedTuple):
-    """Consecutive elements: `length` of them, from `local` in a row of the local tensor, from `first` in the full tensor."""
+    """Consecutive elements: `length` of them, from `local` in a row of the local tensor, from `first` in the full
+    tensor."""
 
     local: int
     first: int
@@ -112,7 +114,8 @@ class Block(NamedTuple):
 
 
 def blocks(offsets: torch.Tensor, runs: Iterable[IndexRun]) -> Iterator[tuple[Block, torch.Tensor]]:
-    """(block, global indices) of a tensor seen as rows: row i's run starts at offsets[i] + run.first in the full tensor.
+    """(block, global indices) of a tensor seen as rows: row i's run starts at offsets[i] + run.first in the full
+    tensor.
 
     Blocks are small, so that temporaries take a bounded amount of memory; their size does not change the numbers.
     """

@@ -69,7 +69,8 @@ class HardTargets:
         return self.id_weight.masked_fill(self.outside, 0.0) + self.smoothing_mass
 
     def dot(self, z: T, highest: T) -> T:
-        """[n]: the sum of q (z - highest) on this rank. Relative to `highest`, so that a small loss is not lost in rounding."""
+        """[n]: the sum of q (z - highest) on this rank. Relative to `highest`, so that a small loss is not lost in
+        rounding."""
         if not z.shape[-1]:
             return torch.zeros_like(highest)
         z_of_id = z.gather(-1, self.ids.unsqueeze(-1)).squeeze(-1).to(highest.dtype) - highest

@@ -68,7 +68,8 @@ class _CrossEntropy(Function):
 
 
 def _relative_sums(logits: T, targets: Targets, group: Group) -> tuple[T, T, T]:
-    """(M, the largest logit of all ranks; this rank's sum of exp(z - M); this rank's sum of q (z - M)) of logits [n, V/P]: [n] each.
+    """(M, the largest logit of all ranks; this rank's sum of exp(z - M); this rank's sum of q (z - M)) of logits [n,
+    V/P]: [n] each.
 
     Relative to the maximum: a small loss would be lost in the difference z - lse of two large numbers.
     """
@@ -95,8 +96,8 @@ class PreparedTargets:
 
     Attributes:
         ignored: [N], tokens that do not count; None if all count (soft targets).
-        divisor: what a mean divides by: the number of valid tokens, the sum of their class weights, or for soft targets the
-            number of all tokens.
+        divisor: what a mean divides by: the number of valid tokens, the sum of their class weights, or for soft targets
+            the number of all tokens.
         shape: the shape [...] of the tokens before they were flattened.
     """
 
@@ -167,7 +168,8 @@ def prepare_targets(
 def token_losses(logits: torch.Tensor, prepared: PreparedTargets, group: Group, z_loss: float = 0.0) -> torch.Tensor:
     """Loss of each token.
 
-    Shapes (P = group size): logits [..., V/P], this rank's shard; returns [N], in float32 at least, 0 for ignored tokens.
+    Shapes (P = group size): logits [..., V/P], this rank's shard; returns [N], in float32 at least, 0 for ignored
+    tokens.
     Cost: three all-reduces of one value per token forward (four for soft targets), none backward.
     """
     flat = logits.reshape(prod(prepared.shape), logits.shape[-1])

@@ -28,13 +28,17 @@ def kernels_for(z: torch.Tensor) -> ModuleType | None:
 
 @cache
 def _tried_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """The kernels, after a first call of each: Triton needs a C compiler, and a GPU that it knows and that has the dtype."""
+    """The kernels, after a first call of each: Triton needs a C compiler, and a GPU that it knows and that has the
+    dtype."""
     try:
         from parallelize.ops.vocabulary import logit_kernels
 
         logit_kernels.try_out(torch.zeros(1, 1, device=device, dtype=dtype))
     except Exception as error:
-        what = f"losses run PyTorch's kernels, which take more time and memory, because Triton's fail on {device} in {dtype}"
+        what = (
+            f"losses run PyTorch's kernels, which take more time and memory, because Triton's fail on {device} in "
+            f"{dtype}"
+        )
         warn_caller(f"{what}: {type(error).__name__}: {error}", RuntimeWarning)
         return None
     return logit_kernels

@@ -1,9 +1,9 @@
 """A vocabulary head and its loss in one: logits exist for one chunk of tokens at a time.
 
-For a sum over tokens, all gradients are computed in the forward, chunk by chunk while the chunk's logits exist, so that no matmul
-runs twice: backward scales them by the gradient of the sum, which is one number. If each token has its own output gradient,
-backward recomputes the logits of each chunk, and their softmax from statistics that the forward has saved: it communicates
-nothing.
+For a sum over tokens, all gradients are computed in the forward, chunk by chunk while the chunk's logits exist, so that
+no matmul runs twice: backward scales them by the gradient of the sum, which is one number. If each token has its own
+output gradient, backward recomputes the logits of each chunk, and their softmax from statistics that the forward has
+saved: it communicates nothing.
 
 Source: gradients in the forward, Hsu et al., Liger Kernel, arXiv:2410.10989 sec. 3.2.
 """
@@ -86,7 +86,8 @@ class HeadLoss:
         return ones if self.ignored is None else ones.masked_fill_(self.ignored[tokens], 0.0)
 
     def without_ignored(self, scale: T) -> T:
-        """The gradients of the losses [N]: 0 for tokens that do not count, also where the mean over none made it infinite."""
+        """The gradients of the losses [N]: 0 for tokens that do not count, also where the mean over none made it
+        infinite."""
         return scale if self.ignored is None else scale.masked_fill(self.ignored, 0.0)
 
     def scale_of_sum(self, scale: T) -> T:
@@ -103,7 +104,8 @@ class HeadLoss:
     def logits_gradient(
         self, z: T, stats: Statistics | SavedStatistics, tokens: slice, scale: T, of_entropy: T | None = None
     ) -> T:
-        """[n, V/P], given the gradients of the losses, `scale` [n], and of the entropies. Without a tail it may overwrite z."""
+        """[n, V/P], given the gradients of the losses, `scale` [n], and of the entropies. Without a tail it may
+        overwrite z."""
         targets, of_softmax = self.targets_of(tokens), self.softmax_scale(stats, scale)
         return logits_gradient(z, targets, stats, scale, of_softmax, of_entropy, overwrite=self.tail is None)
 
@@ -113,22 +115,25 @@ def check_storage(weight: T, why: str = "before the loss or the deferred logits 
     if weight.numel() and not weight.is_meta and not weight.untyped_storage().nbytes():
         what = f"`fully_shard` freed the head's weight {why}"
         fix = (
-            "take loss and metrics before backward, and leave the head in the root's unit; or take both in the forward; "
+            "take loss and metrics before backward, and leave the head in the root's unit; or take both in the "
+            "forward; "
             "for two backwards of one loss, train without fuse_loss"
         )
         raise ModelError(Problem("weight-let-go", what, fix=fix))
 
 
 def default_chunk(hidden: T, weight: T, *, in_place: bool = False) -> int:
-    """Tokens whose logits exist at the same time, for hidden states [N, H] and a head [V/P, H]. Measured: docs/vocabulary.md.
+    """Tokens whose logits exist at the same time, for hidden states [N, H] and a head [V/P, H]. Measured:
+    docs/vocabulary.md.
 
     Args:
-        in_place: whether on a GPU each chunk's gradient takes the place of its logits, and is added to that of the head.
+        in_place: whether on a GPU each chunk's gradient takes the place of its logits, and is added to that of the
+            head.
 
-    An eighth of N, but not more than have logits of a quarter of the size of the head's own gradient; at least 128, because fewer
-    make the matmuls slow. On a CPU larger chunks are not faster. On a GPU they are, where each adds to the head's gradient, which
-    is read and written for that. In half precision, in place, H tokens cost no memory there: their logits are as large as the
-    rounded gradient, which exists later.
+    An eighth of N, but not more than have logits of a quarter of the size of the head's own gradient; at least 128,
+    because fewer make the matmuls slow. On a CPU larger chunks are not faster. On a GPU they are, where each adds to
+    the head's gradient, which is read and written for that. In half precision, in place, H tokens cost no memory there:
+    their logits are as large as the rounded gradient, which exists later.
     """
     tokens, width = hidden.shape
     if in_place and hidden.is_cuda and weight.requires_grad and weight.dtype.itemsize == 2:
@@ -251,7 +256,8 @@ def _recomputed_gradients(
     scale: T,
     entropy_scale: T | None,
 ) -> tuple[T | None, T | None, T | None]:
-    """Gradients from recomputed logits, given those of the losses, `scale` [N], and of the entropies, `entropy_scale`."""
+    """Gradients from recomputed logits, given those of the losses, `scale` [N], and of the entropies,
+    `entropy_scale`."""
     check_storage(weight, "before a second backward of the loss, which recomputes the logits")
     gradients = _GradientAccumulator(needs, hidden, weight)
     with _without_autocast(hidden):

@@ -1,7 +1,8 @@
 """Kernels for GPUs: softmax statistics of logits in one read, and a cross entropy's gradient in one read and one write.
 
-PyTorch's own ops for the same read and write float32 copies of the logits several times. These compute in float32 and store
-nothing but their results. They are Triton's, which torch for CUDA and ROCm brings. `kernel_choice` imports this file.
+PyTorch's own ops for the same read and write float32 copies of the logits several times. These compute in float32 and
+store nothing but their results. They are Triton's, which torch for CUDA and ROCm brings. `kernel_choice` imports this
+file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Softmax over a vocabulary that is sharded over ranks: one all-gather of a few values per token.
 
-Each rank computes the softmax of its shard, or on a GPU its maximum and sum of exponentials alone. From those and other sums of all
-shards, every rank computes the same statistics, and from these the gradient of its logits. Nothing here has autograd: autograd
-Functions use it.
+Each rank computes the softmax of its shard, or on a GPU its maximum and sum of exponentials alone. From those and other
+sums of all shards, every rank computes the same statistics, and from these the gradient of its logits. Nothing here has
+autograd: autograd Functions use it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Statistics:
         dot: sum q (z - M).
         mass: sum q.
         moment: sum exp(z - M) (z - M), if it was requested.
-        local_softmax: [n, V/P], softmax within this rank's shard; may be overwritten. None if kernels compute the gradient.
+        local_softmax: [n, V/P], softmax within this rank's shard; may be overwritten. None if kernels compute the
+            gradient.
         local_weight: the probability of this rank's shard; None for one rank, where it is 1.
     """
 
@@ -123,7 +124,8 @@ def logits_gradient(
 ) -> T:
     """of_softmax p - scale q + of_entropy d(entropy), with d(entropy)/dz_c = -p_c (log p_c + entropy).
 
-    Shapes: z and the result [n, V/P], all else [n]. In float32 at least, or in z's dtype if kernels serve (see `kernel_choice`),
+    Shapes: z and the result [n, V/P], all else [n]. In float32 at least, or in z's dtype if kernels serve (see
+        `kernel_choice`),
     which round it themselves.
 
     Args:

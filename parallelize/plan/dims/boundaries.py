@@ -1,7 +1,7 @@
 """What a plan does at the boundaries of modules, done to the dims of a record.
 
-A gathered dim and its shards are two axes: what needs all of a dim may follow a gather, and not precede it. So where the plan converts
-an input or output, the converted dim becomes a factor of its own.
+A gathered dim and its shards are two axes: what needs all of a dim may follow a gather, and not precede it. So where
+the plan converts an input or output, the converted dim becomes a factor of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _SUMS_GRADIENT = (Conversion.COPY, Conversion.SUM_BOTH, Conversion.GATHER_SEQUEN
 
 @dataclass(frozen=True)
 class Boundary:
-    """What is converted at one module: `enter` the argument, `leave` the output. `inputs`: arguments with a part for each head."""
+    """What is converted at one module: `enter` the argument, `leave` the output. `inputs`: arguments with a part for
+    each head."""
 
     enter: Conversion = Conversion.NONE
     leave: Conversion = Conversion.NONE
@@ -85,7 +86,7 @@ class Boundaries:
             return (self._left(name, boundary, output[0]), *output[1:]) if output else None
         return self._left(name, boundary, output)
 
-    # -- one tensor -------------------------------------------------------------------------------------------------------
+    # -- one tensor ----------------------------------------------------------------------------------------------------
 
     def _left(self, name: str, boundary: Boundary, x: Any) -> Any:
         out = self._converted(x, boundary.leave, boundary)
@@ -161,7 +162,8 @@ def boundaries_of(record: Record, resolved: ResolvedPlan) -> Boundaries:
 
 
 def _changed(dim: Dim, before: list[Dim], after: list[Dim]) -> Dim | None:
-    """The dim with each factor that is among `before` replaced by a new one, which is added to `after`; None: there is none."""
+    """The dim with each factor that is among `before` replaced by a new one, which is added to `after`; None: there is
+    none."""
     known = {factor for other in before for factor in leaves(other)}
     flat = leaves(dim)
     if known.isdisjoint(flat):

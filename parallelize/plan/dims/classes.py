@@ -1,4 +1,5 @@
-"""Which factors may be sharded: those that begin in column linears, end in row linears, and are needed in full by nothing between."""
+"""Which factors may be sharded: those that begin in column linears, end in row linears, and are needed in full by
+nothing between."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Place:
 
     Attributes:
         parameter: one of its names. dim: of the parameter.
-        parts: the factors of the dim, of each part by itself where the forward splits it into parts (query, key, value).
+        parts: the factors of the dim, of each part by itself where the forward splits it into parts (query, key,
+            value).
     """
 
     parameter: str
@@ -36,8 +38,8 @@ class ShardableFactor:
 
     Attributes:
         columns, rows: the linears that have it as an output dim, and those that sum over it.
-        block: the module that must convert its input once, because full activations that have a gradient meet the factor inside
-            of it, as the latents of all heads do; empty: there are none.
+        block: the module that must convert its input once, because full activations that have a gradient meet the
+            factor inside of it, as the latents of all heads do; empty: there are none.
     """
 
     factor: Factor
@@ -88,8 +90,8 @@ class Classes:
 
     Args:
         record: of a forward. model: that ran it.
-        counts: (module, whether there is a rule for the operation) -> whether an operation that needs all of a dim is counted.
-            None: all are.
+        counts: (module, whether there is a rule for the operation) -> whether an operation that needs all of a dim is
+            counted. None: all are.
     """
 
     def __init__(self, record: Record, model: nn.Module, counts: Callable[[str, bool], bool] | None = None):
@@ -101,10 +103,11 @@ class Classes:
         self.parts = divide_into_parts(record)
         self.blocked: dict[Factor, Blocked] = {}
         self._block()
-        # of what is expanded, a width of heads is needed in full: by a norm, whose result is expanded over it, or by attention
+        # of what is expanded, a width of heads is needed in full: by a norm, whose result is expanded over it, or by
+        # attention
         self.repeats = {factor for dim in record.repeats for factor in leaves(dim) if factor not in self.blocked}
 
-    # -- what forbids sharding --------------------------------------------------------------------------------------------
+    # -- what forbids sharding -----------------------------------------------------------------------------------------
 
     def _block(self) -> None:
         for dim, what in self.record.fixed:
@@ -148,7 +151,7 @@ class Classes:
         for factor in leaves(dim):
             self.blocked.setdefault(factor, Blocked(reason, line, module))
 
-    # -- candidates -------------------------------------------------------------------------------------------------------
+    # -- candidates ----------------------------------------------------------------------------------------------------
 
     def candidates(self) -> list[ShardableFactor]:
         """The factors that may be sharded, those of the largest parameters first."""
@@ -227,7 +230,7 @@ class Classes:
             return all(part and part[0] is factor for part in place.parts)
         return factor in place.parts[0]
 
-    # -- the choice -------------------------------------------------------------------------------------------------------
+    # -- the choice ----------------------------------------------------------------------------------------------------
 
     def choose(self, without: Iterable[str] = ()) -> Choice:
         """Choose factors so that each linear is a column or a row linear, the largest first.
@@ -254,8 +257,8 @@ class Classes:
         return Choice(chosen, self.partial_of(factors, columns), self._whole(used, banned, beside_banned))
 
     def _read_beside(self, candidate: ShardableFactor) -> str:
-        """Whether an activation that has a gradient and not this factor meets one with it outside of a column linear, and of a block whose
-        input is converted for all that is in it, which is noted."""
+        """Whether an activation that has a gradient and not this factor meets one with it outside of a column linear,
+        and of a block whose input is converted for all that is in it, which is noted."""
         block = self._block_of(candidate)
         for use in self.record.uses:
             if use.operand is None or use.module in candidate.columns or use.module in self.norms:
@@ -268,7 +271,8 @@ class Classes:
         return ""
 
     def _block_of(self, candidate: ShardableFactor) -> str:
-        """The innermost module that contains all linears of a factor, if it is called on hidden states and is not a whole layer."""
+        """The innermost module that contains all linears of a factor, if it is called on hidden states and is not a
+        whole layer."""
         names = [name.split(".") for name in candidate.linears]
         common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
         block = ".".join(parts[0] for parts in common)
@@ -325,8 +329,8 @@ _OF_NORMS = ("mean", "a norm over it", "sum")
 
 
 def _norms_over_features(record: Record, modules: Mapping[str, nn.Module]) -> dict[str, Dim]:
-    """RMS norms over several heads, or over features that no other norm has, as those of an MLP are and those of the residual are not: a style
-    of their own sums the mean over ranks. The dim of the weight, by module."""
+    """RMS norms over several heads, or over features that no other norm has, as those of an MLP are and those of the
+    residual are not: a style of their own sums the mean over ranks. The dim of the weight, by module."""
     norms: dict[str, Dim] = {}
     for name, module in modules.items():
         own = dict(module.named_parameters())
@@ -338,7 +342,8 @@ def _norms_over_features(record: Record, modules: Mapping[str, nn.Module]) -> di
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Linear, the Conv1D of `transformers`, which stores [in, out], or a convolution that sums over all of its channels."""
+    """Linear, the Conv1D of `transformers`, which stores [in, out], or a convolution that sums over all of its
+    channels."""
     return isinstance(module, nn.Linear) or is_conv1d(module) or is_convolution(module)
 
 
@@ -374,8 +379,8 @@ Ranges = dict[tuple[int, int], list[Slice]]
 
 
 def divide_into_parts(record: Record) -> dict[Factor, list[Dim]]:
-    """The dims that make up a dim completely, in order; a part may be made of parts itself. Other ranges need all of it: they are added to
-    the record's mixes."""
+    """The dims that make up a dim completely, in order; a part may be made of parts itself. Other ranges need all of
+    it: they are added to the record's mixes."""
     ranges = _ranges(record)
     while True:
         for factor, own in ranges.items():

@@ -1,10 +1,11 @@
 """Dims of tensors as products of factors, which operations tie together.
 
-A dim of size 48 may be 8 heads times a width of 6. `Factor` is one of these: all dims in which it occurs are the same axis of
-the computation. Operations make factors equal (`unify`: an addition ties the dims of its operands), or divide them (`regroup`:
-a view of 48 as [8, 6]). A dim of size 1 has no factors. The first factor of a dim changes slowest.
+A dim of size 48 may be 8 heads times a width of 6. `Factor` is one of these: all dims in which it occurs are the same
+axis of the computation. Operations make factors equal (`unify`: an addition ties the dims of its operands), or divide
+them (`regroup`: a view of 48 as [8, 6]). A dim of size 1 has no factors. The first factor of a dim changes slowest.
 
-Source: the idea of named dims that are propagated through operations, as in GSPMD (Xu et al., arXiv:2105.04663) and PartIR
+Source: the idea of named dims that are propagated through operations, as in GSPMD (Xu et al., arXiv:2105.04663) and
+    PartIR
 (Alabed et al., arXiv:2401.11202); views divide factors as in einops.
 """
 

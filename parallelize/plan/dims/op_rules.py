@@ -1,4 +1,5 @@
-"""Rules of operations: of those that change the shape of a tensor (views, permutations, slices, concatenations), and of matmuls."""
+"""Rules of operations: of those that change the shape of a tensor (views, permutations, slices, concatenations), and of
+matmuls."""
 
 from __future__ import annotations
 
@@ -211,8 +212,9 @@ def _tie_heads(record: Record, heads: Dim, kv_heads: Dim) -> Dim:
 
 
 def convolution_rule(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
-    """Where each channel is convolved by itself it stays a channel, and a group of channels stays a group. Without groups the channels are
-    summed over, as features are by a linear. Along a dim in which the kernel has size 1, nothing is needed."""
+    """Where each channel is convolved by itself it stays a channel, and a group of channels stays a group. Without
+    groups the channels are summed over, as features are by a linear. Along a dim in which the kernel has size 1,
+    nothing is needed."""
     x, weight = record.dims(args[0]), record.dims(args[1])
     bias = record.dims(args[2]) if isinstance(args[2], T) else [[]]
     record.fresh(out)
@@ -238,7 +240,8 @@ def convolution_rule(record: Record, name: str, args: tuple, kwargs: dict, out: 
 
 
 def _groups(record: Record, channels: Dim, weight: list[Dim], args: tuple) -> Dim | None:
-    """The channels inside of a group, which are summed over; the groups are those of the results. None where factors do not fit."""
+    """The channels inside of a group, which are summed over; the groups are those of the results. None where factors do
+    not fit."""
     groups = args[8]
     inputs = regroup(channels, [groups, args[0].shape[1] // groups])
     outputs = regroup(weight[0], [groups, args[1].shape[0] // groups])

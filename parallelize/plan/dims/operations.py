@@ -2,7 +2,7 @@
 
 Pointwise operations, which PyTorch marks, tie the dims of their operands. What has no rule needs all of every dim of its
 operands, as far as is known, so that they are left whole.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _unknown(record: Record, name: str, inputs: list[T], outputs: list[T]) -> No
     record.unknown.setdefault(name, record.module)
 
 
-# -- pointwise --------------------------------------------------------------------------------------------------------------
+# -- pointwise --------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 def _pointwise(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> None:
@@ -108,7 +108,7 @@ def _triangle(record: Record, name: str, args: tuple, kwargs: dict, out: Any) ->
     record.mix(record.dims(args[0])[-2:], name)
 
 
-# -- along a dim -------------------------------------------------------------------------------------------------------------
+# -- along a dim -------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 def _along(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> None:
@@ -162,7 +162,7 @@ def _norm(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> Non
 
 
 def _channel_norm(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> None:
-    """Batch norm and group norm: each channel by itself, or each group of channels. Running statistics follow the channels."""
+    """Batch norm and group norm: each channel by itself, or each group of channels. Running statistics follow the channels."""  # noqa: E501
     dims = list(record.dims(args[0]))
     groups = args[6] if name == "native_group_norm" else 0
     for weight in args[1:3]:
@@ -175,7 +175,7 @@ def _channel_norm(record: Record, name: str, args: tuple, kwargs: dict, out: Any
         record.set(result, list(dims)) if index == 0 else record.fresh(result)
 
 
-# -- by index -----------------------------------------------------------------------------------------------------------------
+# -- by index -----------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 def _embedding(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
@@ -221,7 +221,7 @@ def _index(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None
 
 
 def _write(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
-    """scatter, index_put, ...: the result has the shape of the first operand. Dims that are not written by index may stay."""
+    """scatter, index_put, ...: the result has the shape of the first operand. Dims that are not written by index may stay."""  # noqa: E501
     dims = record.dims(args[0])
     written = args[1] if len(args) > 1 else None
     tensors = [leaf for leaf in private.tree_leaves((args, kwargs)) if isinstance(leaf, T)]
@@ -278,21 +278,21 @@ def _rules() -> dict[str, Rule]:
         _along: "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk flip roll",
         _reduce: "sum mean amax amin max min prod any all var std var_mean argmax argmin logsumexp linalg_vector_norm",
         _norm: "native_layer_norm _fused_rms_norm",
-        _channel_norm: "native_group_norm native_batch_norm _native_batch_norm_legit_no_training _native_batch_norm_legit cudnn_batch_norm",
+        _channel_norm: "native_group_norm native_batch_norm _native_batch_norm_legit_no_training _native_batch_norm_legit cudnn_batch_norm",  # noqa: E501
         mm_rule: "mm addmm mv addmv",
         bmm_rule: "bmm baddbmm",
-        attention_rule: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+        attention_rule: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "  # noqa: E501
         "_scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable",
         convolution_rule: "convolution",
         _embedding: "embedding",
         _index_dim: "index_select gather",
         _index: "index",
-        _write: "scatter scatter_ scatter_add scatter_add_ index_put index_put_ _index_put_impl_ index_add index_add_ slice_scatter select_scatter "
+        _write: "scatter scatter_ scatter_add scatter_add_ index_put index_put_ _index_put_impl_ index_add index_add_ slice_scatter select_scatter "  # noqa: E501
         "masked_scatter",
         _copy: "copy_",
-        _pool: "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d max_pool2d_with_indices "
+        _pool: "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d max_pool2d_with_indices "  # noqa: E501
         "max_pool3d_with_indices upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d",
-        _same: "clone detach alias lift_fresh _to_copy contiguous zeros_like ones_like full_like empty_like rand_like randn_like new_empty_strided "
+        _same: "clone detach alias lift_fresh _to_copy contiguous zeros_like ones_like full_like empty_like rand_like randn_like new_empty_strided "  # noqa: E501
         "native_dropout",
         _pointwise: "masked_fill_ floor_divide polar exponential_ uniform_ normal_ bernoulli_",
         _made: "new_empty new_zeros new_ones new_full",

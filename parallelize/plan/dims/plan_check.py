@@ -1,7 +1,9 @@
-"""Checks a plan that somebody wrote against one recorded forward: what it shards must be shardable, and sharded alike everywhere.
+"""Checks a plan that somebody wrote against one recorded forward: what it shards must be shardable, and sharded alike
+everywhere.
 
-The first forward on real ranks watches operations by name; here the dims of the plan are followed through the whole forward, before
-anything runs on a mesh: an operation that needs all of a dim that the plan shards is named, with the module and the line of its code.
+The first forward on real ranks watches operations by name; here the dims of the plan are followed through the whole
+forward, before anything runs on a mesh: an operation that needs all of a dim that the plan shards is named, with the
+module and the line of its code.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class PlanCheck:
         ]
         return list({(problem.slug, problem.what): problem for problem in problems}.values())
 
-    # -- what the shards need ----------------------------------------------------------------------------------------------
+    # -- what the shards need ------------------------------------------------------------------------------------------
 
     def _mixed(self) -> Iterator[Problem]:
         """Operations that need all of what is sharded, each once with all parameters that it makes unshardable."""
@@ -135,10 +137,11 @@ class PlanCheck:
         row = self.resolved.modules.get(name.rpartition(".")[0])
         return row is not None and row.contract.enter is Conversion.SPLIT_LAST
 
-    # -- gradients -----------------------------------------------------------------------------------------------------------
+    # -- gradients -----------------------------------------------------------------------------------------------------
 
     def _gradients(self) -> Iterator[Problem]:
-        """Full parameters whose gradient each rank has in part, and others whose gradient is summed though it is complete."""
+        """Full parameters whose gradient each rank has in part, and others whose gradient is summed though it is
+        complete."""
         partial = self.classes.partial_of(self.features | self.tokens)
         for name, row in self._computed():
             if row.layout.dim is not None or self._is_bias_of_sum(name):
@@ -156,7 +159,8 @@ class PlanCheck:
         return row is not None and row.contract.adds_bias_after_sum and name.endswith(".bias")
 
     def _shares_input(self, name: str) -> bool:
-        """Whether it is in a block that converts its input once: what column linears in it read has partial gradients."""
+        """Whether it is in a block that converts its input once: what column linears in it read has partial
+        gradients."""
         parts = name.split(".")
         rows = (self.resolved.modules.get(".".join(parts[:end])) for end in range(1, len(parts)))
         return any(row is not None and row.contract.traits.shares_input for row in rows)
@@ -164,7 +168,7 @@ class PlanCheck:
     def _is_used(self, name: str) -> bool:
         return any(name in use.weights for use in self.classes.record.uses)
 
-    # -- messages --------------------------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------------------
 
     def _problem(self, slug: str, name: str, what: str, row: ParameterRow, fix: str = "") -> Problem:
         module_row = self.resolved.modules.get(name.rpartition(".")[0])
@@ -202,7 +206,10 @@ def token_problems(classes: Classes, tokens: set[Factor], resolved: ResolvedPlan
     inside = [operation for operation in operations if operation[1].startswith(layers)]
     for what, module, line in inside or operations or _combined(classes, tokens):
         place = f" ({line})" if line else ""
-        text = f"{what} in {generic(module) or 'the model'}{place} needs all tokens, and a rank has a part of each sequence in the sequence-parallel region"
+        text = (
+            f"{what} in {generic(module) or 'the model'}{place} needs all tokens, and a rank has a part of each "
+            "sequence in the sequence-parallel region"
+        )
         yield Problem("mixed-sequence", text, _where(resolved, module), fix=_FIX)
 
 
@@ -221,7 +228,8 @@ def _operations(classes: Classes, tokens: set[Factor]) -> Iterator[tuple[str, st
 
 
 def _combined(classes: Classes, tokens: set[Factor]) -> Iterator[tuple[str, str, str]]:
-    """What has all tokens and is combined with shards of them: parameters, constants, inputs. A model may return logits of routers."""
+    """What has all tokens and is combined with shards of them: parameters, constants, inputs. A model may return logits
+    of routers."""
     for name, dims in classes.record.parameters.items():
         if any(_has(dim, tokens) for dim in dims):
             yield f"the parameter {generic(name)}", name.rpartition(".")[0], ""
@@ -295,7 +303,8 @@ Parts = tuple[tuple[Factor, ...], ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """What the plan shards of one parameter. `factors`: the leading one of each part that the forward makes of the dim."""
+    """What the plan shards of one parameter. `factors`: the leading one of each part that the forward makes of the
+    dim."""
 
     row: ParameterRow
     factors: tuple[Factor, ...]
@@ -312,7 +321,8 @@ class PlanConflict:
 
 
 def computes_otherwise(resolved: ResolvedPlan, module: str) -> bool:
-    """Whether an operation of this module is part of what a style computes in a way of its own: tables, experts, PyTorch's attention."""
+    """Whether an operation of this module is part of what a style computes in a way of its own: tables, experts,
+    PyTorch's attention."""
     parts = module.split(".")
     rows = (resolved.modules.get(".".join(parts[:end])) for end in range(1, len(parts) + 1))
     contracts = (row.contract for row in rows if row is not None)
@@ -320,7 +330,8 @@ def computes_otherwise(resolved: ResolvedPlan, module: str) -> bool:
 
 
 def computed_parameters(classes: Classes, resolved: ResolvedPlan) -> Iterator[tuple[str, ParameterRow]]:
-    """Parameters that the forward computed with, under each name by which a module reads them, where no style does so in a way of its own.
+    """Parameters that the forward computed with, under each name by which a module reads them, where no style does so
+    in a way of its own.
 
     A forward says nothing about the modules that it leaves out: an optional branch, a layer that is skipped at random.
     """
@@ -358,8 +369,8 @@ def planned_shards(classes: Classes, resolved: ResolvedPlan) -> tuple[dict[str, 
 
 
 def _divisions(classes: Classes, dim: list[Factor]) -> list[Parts]:
-    """The ways to see a dim as parts: its factors; and where the forward splits one of them, the parts of that within each of the
-    factors before it."""
+    """The ways to see a dim as parts: its factors; and where the forward splits one of them, the parts of that within
+    each of the factors before it."""
     flat = tuple(leaves(dim))
     divisions = [classes.outer_parts_of(dim), classes.parts_of(dim)]
     for index, factor in enumerate(flat if len(flat) > 1 else ()):
@@ -370,7 +381,8 @@ def _divisions(classes: Classes, dim: list[Factor]) -> list[Parts]:
 
 
 def _chunks(parts: Parts, row: ParameterRow) -> list[tuple[Factor, ...]] | None:
-    """The chunks of a dim that the plan shards each by itself, as factors; None where they are not those of the forward."""
+    """The chunks of a dim that the plan shards each by itself, as factors; None where they are not those of the
+    forward."""
     count = max(1, len(row.layout.chunks))
     if len(parts) > 1:
         sizes = [size_of(part) for part in parts]

@@ -25,7 +25,8 @@ class FullDimUse:
 
     Attributes:
         line: of the model's code.
-        is_known: False: there is no rule for the operation, or its dims could not be followed, so that it may need less.
+        is_known: False: there is no rule for the operation, or its dims could not be followed, so that it may need
+            less.
     """
 
     dim: Dim
@@ -47,7 +48,8 @@ class Contraction:
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """A range of a dim, which is a dim of its own. `joined`: it was there before, and the dim was made of it by a concatenation."""
+    """A range of a dim, which is a dim of its own. `joined`: it was there before, and the dim was made of it by a
+    concatenation."""
 
     dim: Dim
     start: int
@@ -134,8 +136,10 @@ class Record:
     """The record of one forward.
 
     Attributes:
-        parameters: the dims of each parameter, by each of its names. first_names: by each name, the one by which uses name it.
-        computed_with: the parameters that an operation read, by first name; the forward may leave out others, as those of an optional branch.
+        parameters: the dims of each parameter, by each of its names. first_names: by each name, the one by which uses
+            name it.
+        computed_with: the parameters that an operation read, by first name; the forward may leave out others, as those
+            of an optional branch.
         fixed: dims that other code sees or gives in full: (dim, of what).
         repeats: factors by which the heads of queries are more than those of keys and values.
         lookups: of embeddings.
@@ -143,7 +147,8 @@ class Record:
         calls: of modules with hidden states, in the order in which they began.
         ratios: of attributes, in the order in which they were read.
         widths: the last dim of arguments that a module's forward asked for their shape: by module and `NAME.shape`.
-        token_shards: at the boundaries of a plan: dims of tokens of which a rank has a part. gathered_tokens: and which were gathered.
+        token_shards: at the boundaries of a plan: dims of tokens of which a rank has a part. gathered_tokens: and which
+            were gathered.
         split_inputs: of a module that splits the features of its input: that dim before it was split.
         gathered_outputs: of a module whose features are gathered: that dim of its output.
     """
@@ -179,7 +184,7 @@ class Record:
         self.module = ""
         self.arguments: dict[str, T] = {}  # tensors that it is called with, by name
 
-    # -- tensors ----------------------------------------------------------------------------------------------------------
+    # -- tensors -------------------------------------------------------------------------------------------------------
 
     def dims(self, tensor: T) -> Dims:
         """The dims of a tensor; new ones for a tensor that no recorded operation made."""
@@ -206,7 +211,8 @@ class Record:
         return bool(self._learned.get(tensor))
 
     def weight_of(self, module: str) -> str:
-        """The weight of a module by the name that the record has of it, which is that of another module where it is tied."""
+        """The weight of a module by the name that the record has of it, which is that of another module where it is
+        tied."""
         name = f"{module}.weight".lstrip(".")
         return self.first_names.get(name, name)
 
@@ -268,7 +274,8 @@ class Record:
         ]
 
     def _linears_passed(self, inputs: list[T], linear: str) -> dict[str, frozenset[str]]:
-        """Of each parameter of which an input was made alone, the linears on the way. `linear`: the module of this matmul, or ""."""
+        """Of each parameter of which an input was made alone, the linears on the way. `linear`: the module of this
+        matmul, or ""."""
         passed: dict[str, frozenset[str]] = {}
         owners = {linear, self.weight_of(linear).rpartition(".")[0]}
         for x in inputs:
@@ -279,7 +286,7 @@ class Record:
                 passed[name] = passed.get(name, through) & through
         return passed
 
-    # -- dims -------------------------------------------------------------------------------------------------------------
+    # -- dims ----------------------------------------------------------------------------------------------------------
 
     def mix(self, dims: Iterable[Dim], operation: str, is_known: bool = True) -> None:
         line, is_known = line_of_model(), is_known and not _is_over_ranks()
@@ -296,7 +303,8 @@ _TORCH = os.path.dirname(torch.__file__)
 
 
 _OVER_RANKS = "load_balancing_loss_func"
-"""Of `transformers`: where its operations need all tokens, the sums over ranks are made (`axes/zero/router_loss.py`)."""
+"""Of `transformers`: where its operations need all tokens, the sums over ranks are made
+(`axes/zero/router_loss.py`)."""
 
 
 def line_of_model() -> str:

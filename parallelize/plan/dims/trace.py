@@ -1,4 +1,5 @@
-"""Runs a forward once and records its operations, with the module that called each and the attributes that gave sizes."""
+"""Runs a forward once and records its operations, with the module that called each and the attributes that gave
+sizes."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ def _fix(record: Record, tensor: T, what: str) -> None:
 
 
 def _name_parameters(record: Record, model: nn.Module) -> None:
-    """Tied parameters have one name of several, and the same dims under all of them. A module that has several names itself, as a block in
-    two places of a list, is known by its first."""
+    """Tied parameters have one name of several, and the same dims under all of them. A module that has several names
+    itself, as a block in two places of a list, is known by its first."""
     names: dict[int, str] = {}
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -153,7 +154,7 @@ def _tensor_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str,
     return {name: value for name, value in tensors.items() if value.ndim > 1 and value.is_floating_point()}
 
 
-# -- integers that give sizes -----------------------------------------------------------------------------------------------
+# -- integers that give sizes ------------------------------------------------------------------------------------------
 
 
 class _Watched(int):
@@ -219,7 +220,8 @@ _SHAPED = ("view", "reshape", "expand", "zeros", "ones", "empty", "new_zeros", "
 
 
 def _sizes_in_order(name: str, args: tuple, flat: list[Any], ndim: int) -> dict[int, int]:
-    """The integers that a function was called with, by the dims of its result that have them as sizes; empty where that is not known."""
+    """The integers that a function was called with, by the dims of its result that have them as sizes; empty where that
+    is not known."""
     if name in _SHAPED:
         sizes = [leaf for leaf in flat if isinstance(leaf, int)]
         return dict(enumerate(sizes)) if len(sizes) == ndim else {}
@@ -263,7 +265,8 @@ class _SizesRead(TorchFunctionMode):
         return out
 
     def _with_width(self, sizes: Any, x: T, dim: int | None = None) -> Any:
-        """The sizes of a tensor, of which the last knows that it is the width of an argument of the module whose forward runs."""
+        """The sizes of a tensor, of which the last knows that it is the width of an argument of the module whose
+        forward runs."""
         name = next((f"{name}.shape" for name, value in self.record.arguments.items() if value is x), "")
         if not name or x.shape[-1] < 2 or dim not in (None, -1, x.ndim - 1):
             return sizes
@@ -286,7 +289,8 @@ class _SizesRead(TorchFunctionMode):
                     }
 
     def _note_repeats(self, watched: list[_Watched], result: T) -> None:
-        """Of an integer that repeats the elements of a dim, the factors that it added: the last of one of the result's dims."""
+        """Of an integer that repeats the elements of a dim, the factors that it added: the last of one of the result's
+        dims."""
         for value in watched:
             for dim in self.record.dims(result):
                 added = leaves(dim)

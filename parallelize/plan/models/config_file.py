@@ -1,4 +1,5 @@
-"""Reading a JSON file that a user names and that may come from anywhere: a config.json, the words of a plan. Torch-free."""
+"""Reading a JSON file that a user names and that may come from anywhere: a config.json, the words of a plan.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def config_path(path: Path) -> Path:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. NaN and Infinity are accepted: published configs have them.
 
-    Raises: CheckpointError of `read_small` and `read_json`, such as `missing-file`, `unsafe-path` for what is no regular
-        file, `oversized-file`, `bad-json`; `bad-json` for JSON that is no object.
+    Raises: CheckpointError of `read_small` and `read_json`, such as `missing-file`, `unsafe-path` for what is no
+        regular file, `oversized-file`, `bad-json`; `bad-json` for JSON that is no object.
     """
     try:
         file = path.resolve()  # a link may lead anywhere: the user has named it

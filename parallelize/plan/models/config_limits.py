@@ -1,7 +1,8 @@
 """The values of a config that no model has: too large to build, below what a model needs, or of the wrong kind.
 
-A config.json comes from elsewhere. `transformers` builds whatever it says: a list entry for each of 1e12 layers, a table of 1e18 rows.
-The limits here lie far above every published model, so that what is refused is a mistake or an attack. Torch-free.
+A config.json comes from elsewhere. `transformers` builds whatever it says: a list entry for each of 1e12 layers, a
+table of 1e18 rows. The limits here lie far above every published model, so that what is refused is a mistake or an
+attack. Torch-free.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ LIMITS = (
 """The first limit that matches a field's name applies."""
 
 _NO_SIZE = re.compile(r"theta|base|val|clip|param|scal|seed|total")
-"""Of the names without a limit of their own, those of numbers that are not sizes: rotary bases, sentinels, total counts."""
+"""Of the names without a limit of their own, those of numbers that are not sizes: rotary bases, sentinels, total
+counts."""
 
 POSITIVE = (
     "hidden_size",

@@ -120,7 +120,8 @@ def has_sounds(model: nn.Module) -> bool:
 
 
 def sounds_in_text(model: nn.Module) -> dict[str, Any]:
-    """One spectrogram in each text: the model itself says how many tokens it takes. Raises: what the model raises for the first form."""
+    """One spectrogram in each text: the model itself says how many tokens it takes. Raises: what the model raises for
+    the first form."""
     sounds, features = _accepted(model)
     return {"input_ids": text_around(model.config, features, _sound_token(model) or 0), **sounds}
 

@@ -1,4 +1,5 @@
-"""Linears of torchao that compute in float8 from a weight that they keep in its dtype (`convert_to_float8_training`)."""
+"""Linears of torchao that compute in float8 from a weight that they keep in its dtype
+(`convert_to_float8_training`)."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def images_in_text(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -
 
 
 def text_around(config: Any, features: Any, token: int, batch: int = BATCH, length: int = LENGTH) -> T:
-    """Ids [batch, length and features of a text], in which `token` stands as often as there are features for each text."""
+    """Ids [batch, length and features of a text], in which `token` stands as often as there are features for each
+    text."""
     count = sum(_rows(tensor) for tensor in _tensors(features)) // batch
     text = getattr(config, "text_config", None) or config
     plain = plain_tokens(config, int(text.vocab_size) // 2)
@@ -100,7 +101,8 @@ def _images_at_places(model: nn.Module, batch: int, length: int) -> dict[str, An
 
 
 def patches_with_places(config: Any, batch: int = BATCH) -> T | None:
-    """[batch, patches, row and column of a patch with its pixels]: they count from 1. None: the model reads other images."""
+    """[batch, patches, row and column of a patch with its pixels]: they count from 1. None: the model reads other
+    images."""
     width = getattr(getattr(config, "vision_config", None), "patch_embed_hidden_size", None)
     if type(width) is not int:
         return None
@@ -122,7 +124,8 @@ def _image_token(model: nn.Module) -> int | None:
 
 @torch.no_grad()
 def _accepted(model: nn.Module, batch: int) -> tuple[dict[str, Any], Any]:
-    """The first form of images that the model takes, and their features. Raises: what the model raises for the first one."""
+    """The first form of images that the model takes, and their features. Raises: what the model raises for the first
+    one."""
     features_of: Any = features_function(model, _FUNCTION)
     reason: Exception | None = None
     for images in _images(model.config, batch, inspect.signature(features_of).parameters):

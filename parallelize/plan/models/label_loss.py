@@ -1,7 +1,7 @@
 """What a model computes from `labels`: the one place that decides it.
 
-`transformers` has classes that shift labels and classes that do not, means and sums divided by a count, and names that do not tell
-which. So a tiny model of the class is run, and its loss compared with what it may be.
+`transformers` has classes that shift labels and classes that do not, means and sums divided by a count, and names that
+do not tell which. So a tiny model of the class is run, and its loss compared with what it may be.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from parallelize.plan.models.wrapped_models import stock_model
 
 T = torch.Tensor
 _OF_LOSS = re.compile(r"loss|label|coef|ignore|token|router|problem")
-"""Names of numbers in a config that may change a loss. Others are sizes; words and switches count whatever their names."""
+"""Names of numbers in a config that may change a loss. Others are sizes; words and switches count whatever their
+names."""
 
 _known: dict[tuple, LabelLoss] = {}
 _of_models: weakref.WeakKeyDictionary[nn.Module, dict[tuple, LabelLoss]] = weakref.WeakKeyDictionary()
@@ -37,13 +38,14 @@ def label_loss(module: nn.Module, labels: Any) -> LabelLoss:
     """What a model computes from labels like these, the same on every rank.
 
     Args:
-        module: a model, sharded or not, also inside of PEFT's wrappers. Its class and config are read, and none of its weights.
+        module: a model, sharded or not, also inside of PEFT's wrappers. Its class and config are read, and none of its
+            weights.
         labels: as the model takes them. Their number of dims and their dtype count.
 
-    Returns: `unknown` says why nothing was seen. Then it is what the model's `loss_function` computes; without one, labels [batch,
-        sequence] are ids, and shifted.
-    Cost: a tenth of a second for the first model of a class whose config says the same of the loss, on the CPU. No generator of
-        random numbers is changed.
+    Returns: `unknown` says why nothing was seen. Then it is what the model's `loss_function` computes; without one,
+        labels [batch, sequence] are ids, and shifted.
+    Cost: a tenth of a second for the first model of a class whose config says the same of the loss, on the CPU. No
+        generator of random numbers is changed.
     """
     if not isinstance(labels, T):
         return LabelLoss(unknown=f"labels are no tensor, but {type(labels).__name__}")
@@ -73,7 +75,8 @@ def _words(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _in_new_thread(*facts: Any) -> LabelLoss:
-    """What is seen in a thread of its own, which has no autocast, no default device, and none of the modes of this one."""
+    """What is seen in a thread of its own, which has no autocast, no default device, and none of the modes of this
+    one."""
     seen: list[LabelLoss] = []
     thread = threading.Thread(target=lambda: seen.append(_seen(*facts)))
     with _without_words_of(thread):

@@ -79,7 +79,8 @@ class _UnlikeError(Exception):
 
 
 def probed(cls: type[nn.Module], config: Any, form: Form, loss_function: Any = None) -> LabelLoss | str:
-    """What a class computes from labels of a form, seen on a tiny model of this config; or why none of its models runs here.
+    """What a class computes from labels of a form, seen on a tiny model of this config; or why none of its models runs
+    here.
 
     Args:
         loss_function: that of the live model, where it has one of its own.
@@ -140,7 +141,8 @@ def _inputs_of(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _ids(config: Any, seed: int) -> T:
-    """Ids of tokens that stand for nothing else, and an end: the last ones of a vocabulary stand for images and the like."""
+    """Ids of tokens that stand for nothing else, and an end: the last ones of a vocabulary stand for images and the
+    like."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(_FIRST, max(_FIRST + 3, vocabulary_of(config) // 2), (_ROWS, _LENGTH), generator=generator)
     end = getattr(config, "eos_token_id", None)

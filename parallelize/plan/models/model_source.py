@@ -4,8 +4,9 @@
     read_model("path/to/llama").build("cpu", seed=0)
     read_model("my_package.models:tiny")
 
-Nothing is downloaded. A function returns a module, or a dict of `model`, `inputs`, `loss` and `count`. `inputs(batch, sequence)`
-returns keyword arguments of the forward, and `targets` for the loss. `loss` and `count` are those of `Pipeline`.
+Nothing is downloaded. A function returns a module, or a dict of `model`, `inputs`, `loss` and `count`. `inputs(batch,
+sequence)` returns keyword arguments of the forward, and `targets` for the loss. `loss` and `count` are those of
+`Pipeline`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class ModelSource:
         text: the name by which it was read.
         make: builds the module from a config, on torch's default device.
         config: the config of `transformers`, or None.
-        extras: what a function returned besides the model: `inputs`, `loss`, `count`. Empty until it was called. Of a model of
-            `transformers` its `loss`, where only the model itself computes one.
+        extras: what a function returned besides the model: `inputs`, `loss`, `count`. Empty until it was called. Of a
+            model of `transformers` its `loss`, where only the model itself computes one.
     """
 
     text: str
@@ -70,7 +71,8 @@ class ModelSource:
     def build(self, device: str = "meta", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Build the module, in training mode. On the meta device it takes no memory, and no weights are initialized.
 
-        Raises: ModelError `unbuildable-model` where the class of `transformers` does not accept the config; `bad-factory`.
+        Raises: ModelError `unbuildable-model` where the class of `transformers` does not accept the config;
+            `bad-factory`.
         """
         default_dtype = torch.get_default_dtype()
         with torch.random.fork_rng(devices=[]):
@@ -107,12 +109,14 @@ def read_model(model: Any, overrides: Mapping[str, Any] | None = None) -> ModelS
     """Find the model that a text names, or a config describes.
 
     Args:
-        model: a config of `transformers` or its `config.json` or folder, a model type, a name in `KNOWN`, or `package.module:function`.
+        model: a config of `transformers` or its `config.json` or folder, a model type, a name in `KNOWN`, or
+            `package.module:function`.
         overrides: fields of the config, or keyword arguments of the function.
 
-    Raises: ModelError `unknown-model`, `unknown-config-field`, `bad-config`, `no-such-factory`, `bad-factory`; ImportError
-        if `transformers` is needed and missing. A config is refused before anything is built where a value of it is beyond the
-        limits of `config_limits`, or where it names a class that is no model of `transformers`. No code of its folder runs.
+    Raises: ModelError `unknown-model`, `unknown-config-field`, `bad-config`, `no-such-factory`, `bad-factory`;
+        ImportError if `transformers` is needed and missing. A config is refused before anything is built where a value
+        of it is beyond the limits of `config_limits`, or where it names a class that is no model of `transformers`. No
+        code of its folder runs.
     """
     if is_config(model):
         return _of_config(model.model_type, config_of_config(model, overrides or {}))
@@ -128,7 +132,8 @@ def read_model(model: Any, overrides: Mapping[str, Any] | None = None) -> ModelS
 
 
 def source_of(model: Any, overrides: Mapping[str, Any] | None = None, name: str = "") -> ModelSource:
-    """The source of a model given by name, by a function or as a module, which is copied. `name`: its name in messages."""
+    """The source of a model given by name, by a function or as a module, which is copied. `name`: its name in
+    messages."""
     if isinstance(model, ModelSource):
         return model
     if isinstance(model, nn.Module):  # before functions: a module is callable too
@@ -144,7 +149,8 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy, whose functions run its own modules. Raises: ModelError `reference-failed` for what Python, or PyTorch, does not copy."""
+    """A deep copy, whose functions run its own modules. Raises: ModelError `reference-failed` for what Python, or
+    PyTorch, does not copy."""
     copies: dict[int, Any] = {}
     try:
         copied = copy.deepcopy(model, copies)
@@ -213,7 +219,8 @@ def _of_callable(text: str, function: Callable[..., Any], overrides: dict[str, A
 
 
 def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
-    """Random inputs and targets: token ids [batch, sequence] for a model with an embedding; of others see `step_inputs`.
+    """Random inputs and targets: token ids [batch, sequence] for a model with an embedding; of others see
+    `step_inputs`.
 
     Raises: ModelError `unknown-inputs`.
     """
@@ -248,10 +255,11 @@ T = torch.Tensor
 
 
 def step_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
-    """Keyword arguments of the forward with `targets`; empty for a model that reads ids alone, or in another way than these.
+    """Keyword arguments of the forward with `targets`; empty for a model that reads ids alone, or in another way than
+    these.
 
-    Images have a class each; a text, or sound, has a target text of `sequence` tokens. Texts with images in them have the tokens of the
-    images besides. Pairs of a text and an image have no targets: the model has a loss of its own.
+    Images have a class each; a text, or sound, has a target text of `sequence` tokens. Texts with images in them have
+    the tokens of the images besides. Pairs of a text and an image have no targets: the model has a loss of its own.
     """
     config: Any = getattr(model, "config", None)
     arguments = forward_signature(model).parameters
@@ -316,7 +324,8 @@ def _texts_with_images(model: nn.Module, batch: int, sequence: int) -> dict[str,
 
 
 def _by_rows(model: nn.Module, inputs: dict[str, Any], batch: int) -> dict[str, Any]:
-    """The patches of all images as [batch, patches, channels] where the model takes them so: a part of the batch has its patches."""
+    """The patches of all images as [batch, patches, channels] where the model takes them so: a part of the batch has
+    its patches."""
     patches = inputs.get("pixel_values")
     if patches is None or patches.ndim != 2 or patches.shape[0] % batch:
         return inputs

@@ -14,8 +14,8 @@ from parallelize.base.torch_private import torch_tensors as private
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors at any depth, in order: of mappings (outputs of `transformers` are some), sequences, data classes, namespaces, and what
-    PyTorch knows how to take apart."""
+    """The tensors at any depth, in order: of mappings (outputs of `transformers` are some), sequences, data classes,
+    namespaces, and what PyTorch knows how to take apart."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,8 +1,9 @@
-"""A config in which each width has a smaller one, the same in all of its parts: what was equal stays equal, and products hold.
+"""A config in which each width has a smaller one, the same in all of its parts: what was equal stays equal, and
+products hold.
 
-The rules of `small_config` change fields by their names, one part at a time. A model of several parts, such as towers and projectors, has
-widths that must agree under names that only its own code knows. Here a value is what is changed: 4096 becomes the same number
-wherever it stands, and heads times the width of a head stays the hidden size.
+The rules of `small_config` change fields by their names, one part at a time. A model of several parts, such as towers
+and projectors, has widths that must agree under names that only its own code knows. Here a value is what is changed:
+4096 becomes the same number wherever it stands, and heads times the width of a head stays the hidden size.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def divided(config: Any, head_width: int = HEAD_WIDTH) -> Any:
 
 
 def _match_outputs(config: Any, parts: list[Any]) -> None:
-    """A tower's output takes the place of tokens, so that it has the width of the text, which default configs may not say."""
+    """A tower's output takes the place of tokens, so that it has the width of the text, which default configs may not
+    say."""
     text = getattr(config, "text_config", None)
     width = getattr(text, "hidden_size", None)
     names = _OUTPUTS if any(type(vars(config).get(token)) is int for token in _TOKENS) else _OUTPUTS[:1]
@@ -179,7 +181,8 @@ def _fewer_kv(heads: int, kv_heads: int, fewer: int) -> int:
 
 
 def _divide_state_heads(part: Any) -> None:
-    """Heads of state-space layers, whose widths together are a multiple of the hidden size; and widths that are sums of others."""
+    """Heads of state-space layers, whose widths together are a multiple of the hidden size; and widths that are sums of
+    others."""
     fields, hidden = vars(part), vars(part).get("hidden_size")
     for heads, width, expand in _STATE_HEADS:
         if all(type(fields.get(name)) is int for name in (heads, width, expand)) and type(hidden) is int:
@@ -229,7 +232,8 @@ def _divide_widths(part: Any, widths: _Widths) -> None:
 
 
 def _divide_groups(part: Any, widths: _Widths) -> None:
-    """The width of a group of channels, so that each width has as many groups as before, which the same numbers of ranks divide."""
+    """The width of a group of channels, so that each width has as many groups as before, which the same numbers of
+    ranks divide."""
     groups = vars(part).get("groups_width")
     if type(groups) is int:
         part.groups_width = max(2, round(groups * widths.ratio))
@@ -271,8 +275,8 @@ def _divide_counts(part: Any) -> None:
 
 
 def keep_layer_indexes(part: Any) -> None:
-    """Lists that name layers by their index, such as those whose outputs the text reads too, name layers that there still are: of the
-    listed layers those that were kept, or else the last one."""
+    """Lists that name layers by their index, such as those whose outputs the text reads too, name layers that there
+    still are: of the listed layers those that were kept, or else the last one."""
     _, layers = _first(part, _LAYERS)
     for name, value in list(vars(part).items()):
         listed = isinstance(value, (list, tuple)) and value and all(type(index) is int for index in value)
@@ -312,7 +316,8 @@ def first_of_each_kind(kinds: list[Any]) -> list[int]:
 
 
 def _divide_rotary(part: Any, head_width: int) -> None:
-    """Sections of a head's channels for time, height and width, which models have defaults for, and lists with a value for each pair."""
+    """Sections of a head's channels for time, height and width, which models have defaults for, and lists with a value
+    for each pair."""
     rope = vars(part).get("rope_parameters") or vars(part).get("rope_scaling")
     for entry in (rope, *rope.values()) if isinstance(rope, dict) else ():
         if isinstance(entry, dict) and not any(isinstance(value, dict) for value in entry.values()):

@@ -23,7 +23,8 @@ _WAVE = 1600  # samples of sound
 
 
 def inputs_by_signature(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Keyword arguments of a forward of `transformers`: each combination of shapes, first with images and sound, then with ids alone."""
+    """Keyword arguments of a forward of `transformers`: each combination of shapes, first with images and sound, then
+    with ids alone."""
     config: Any = getattr(model, "config", None)
     if config is None:
         return

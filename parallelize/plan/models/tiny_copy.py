@@ -1,6 +1,7 @@
 """A tiny model of the same class: built from the class and a small config, so that nothing of the live model is read.
 
-The live model may be sharded, on another device, or of other ranks' layers. Its class and config are the same on every rank.
+The live model may be sharded, on another device, or of other ranks' layers. Its class and config are the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def tiny_copies(cls: type[nn.Module], config: Any) -> Iterator[nn.Module]:
-    """Tiny models of a class, in evaluation mode, whose weights are random: those of each small config that the class accepts.
+    """Tiny models of a class, in evaluation mode, whose weights are random: those of each small config that the class
+    accepts.
 
     Cost: tens of milliseconds each. Torch's generator is drawn from.
     """
@@ -55,7 +57,8 @@ def _built(cls: Callable[[Any], nn.Module], make: Callable[[], Any]) -> nn.Modul
 
 @torch.no_grad()
 def _draw(model: nn.Module) -> None:
-    """Weights whose outputs are of the size of their inputs, so that logits differ: those of a new model are almost equal."""
+    """Weights whose outputs are of the size of their inputs, so that logits differ: those of a new model are almost
+    equal."""
     generator = torch.Generator().manual_seed(_SEED)
     for parameter in model.parameters():
         if parameter.ndim > 1 and parameter.is_floating_point():
@@ -168,7 +171,8 @@ def _differ(first: Iterable[Any], second: Iterable[Any]) -> bool:
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model in a dtype of real numbers. Complex buffers stay complex: `Module.to` would drop their imaginary parts."""
+    """The model in a dtype of real numbers. Complex buffers stay complex: `Module.to` would drop their imaginary
+    parts."""
     complex_buffers = [
         (module, key, buffer)
         for module in model.modules()

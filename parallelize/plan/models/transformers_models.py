@@ -1,6 +1,7 @@
 """A config of `transformers` from a file, a model type or overrides, and the class of model that it names.
 
-A file is not trusted: no class of it is imported, no code of it runs, and its values are checked before anything is built.
+A file is not trusted: no class of it is imported, no code of it runs, and its values are checked before anything is
+built.
 """
 
 from __future__ import annotations
@@ -91,7 +92,10 @@ def fix_of_type(text: str) -> str:
 
     if text not in CONFIG_MAPPING:
         return ""
-    return f"the config.json of a published {text}, or its folder, instead of the defaults of its type; or `--set FIELD=VALUE`"
+    return (
+        f"the config.json of a published {text}, or its folder, instead of the defaults of its type; or `--set "
+        "FIELD=VALUE`"
+    )
 
 
 def _built(cls: Any, config: Any) -> nn.Module:

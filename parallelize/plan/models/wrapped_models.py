@@ -27,7 +27,8 @@ def stock_model(module: nn.Module) -> nn.Module:
 
 
 def num_prompt_logits(module: nn.Module) -> int:
-    """The number of positions before those of the tokens, of which PEFT's model returns logits too: that of its learned prompts."""
+    """The number of positions before those of the tokens, of which PEFT's model returns logits too: that of its learned
+    prompts."""
     if not hasattr(module, "prompt_encoder"):
         return 0
     config: Any = module.active_peft_config
@@ -35,7 +36,8 @@ def num_prompt_logits(module: nn.Module) -> int:
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
-    """The signature of a module's own forward, with `self`; that of a wrapper takes what the stock model takes, by name."""
+    """The signature of a module's own forward, with `self`; that of a wrapper takes what the stock model takes, by
+    name."""
     own = inspect.signature(type(module).forward)
     stock = stock_model(module)
     if stock is module:

@@ -1,9 +1,10 @@
 """Styles of adapters: what the style of a linear, embedding or norm means for the parameters that PEFT adds to it.
 
-LoRA adds B(A(x)) to a linear's output. Beside a column linear each rank computes the rows of B for its own outputs, and so has a part
-of the gradient of A; beside a row linear it multiplies its own inputs with its columns of A, so that B(A(x)) is a summand of the same
-sum as the linear's own output, and has a part of the gradient of B. (IA)^3 scales inputs or outputs, and DoRA the magnitude of each
-output, likewise. A boundary conversion of the layer is done once, around it and its adapters (`axes/tensor/install/adapted_layers.py`).
+LoRA adds B(A(x)) to a linear's output. Beside a column linear each rank computes the rows of B for its own outputs, and
+so has a part of the gradient of A; beside a row linear it multiplies its own inputs with its columns of A, so that
+B(A(x)) is a summand of the same sum as the linear's own output, and has a part of the gradient of B. (IA)^3 scales
+inputs or outputs, and DoRA the magnitude of each output, likewise. A boundary conversion of the layer is done once,
+around it and its adapters (`axes/tensor/install/adapted_layers.py`).
 
 Torch-free.
 """
@@ -80,7 +81,8 @@ def _of_replicated(style: StyleText, scales_input: bool) -> AdapterStyles:
 
 
 def _of_experts(style: StyleText, num_experts: int) -> AdapterStyles:
-    """A [experts x r, in] has the rows of one expert after another, B [out, r x experts] all experts' columns for each of r."""
+    """A [experts x r, in] has the rows of one expert after another, B [out, r x experts] all experts' columns for each
+    of r."""
     count = str(num_experts)
     modules = {
         "lora_A": StyleText("expert_adapter", {"dim": "0", "experts": count}),
@@ -96,12 +98,14 @@ def _of_embedding(style: StyleText, scales_input: bool) -> AdapterStyles:
 
 
 def adapts_parameters(style: StyleText) -> bool:
-    """Whether a module with this rule has a parameter for each of its experts, which PEFT may adapt (`target_parameters`)."""
+    """Whether a module with this rule has a parameter for each of its experts, which PEFT may adapt
+    (`target_parameters`)."""
     return style.word == "experts"
 
 
 def adapts_one_parameter(style: StyleText) -> bool:
-    """Whether PEFT may adapt the one matrix of a module with this rule, which is full on each rank, such as that of a router."""
+    """Whether PEFT may adapt the one matrix of a module with this rule, which is full on each rank, such as that of a
+    router."""
     return style.word in ("sequence", "replicate")
 
 
@@ -129,7 +133,8 @@ def _row_adapter(style: StyleText, module: ModuleFacts, context: StyleContext) -
 
 
 def _expert_adapter(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
-    """Of the experts of the rank where they are whole; else full on every rank, which uses those of the parts that it stores."""
+    """Of the experts of the rank where they are whole; else full on every rank, which uses those of the parts that it
+    stores."""
     if not context.divides_adapters:
         return _partial_adapter(style, module, context)
     dim, experts = int(style.options["dim"]), int(style.options["experts"])

@@ -82,7 +82,8 @@ def _scan(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contr
 
 
 def _full_sequence(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
-    """A module that mixes tokens and is not split by heads: each rank runs it on all tokens, so that gradients are full."""
+    """A module that mixes tokens and is not split by heads: each rank runs it on all tokens, so that gradients are
+    full."""
     on = context.sequence_parallel
     enter, leave = (Conversion.LEAVE_REGION, Conversion.ENTER_REGION) if on else (Conversion.NONE, Conversion.NONE)
     uses = {name: Use() for name in module.shapes}
@@ -123,7 +124,8 @@ def _multihead(style: StyleText, module: ModuleFacts, context: StyleContext) -> 
 
 
 def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
-    """The stacked experts of a mixture: whole ones on each rank, or each split over its inner width, as a dense MLP is."""
+    """The stacked experts of a mixture: whole ones on each rank, or each split over its inner width, as a dense MLP
+    is."""
     if style.options.get("tokens") == "all":
         return _dense_experts(module, context)
     if module.inner:
@@ -137,10 +139,14 @@ def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
 
 
 def _dense_experts(module: ModuleFacts, context: StyleContext) -> Contract:
-    """Every expert gets every token, scaled before: [experts x tokens, hidden], with weights [experts, in, out], gate before up."""
+    """Every expert gets every token, scaled before: [experts x tokens, hidden], with weights [experts, in, out], gate
+    before up."""
     shapes = [module.shapes.get(name, ()) for name in _DENSE]
     if module.shapes.keys() != _DENSE.keys() or [len(shape) for shape in shapes] != [3, 3]:
-        what = f"{module.fqn} does not have gate_up_proj [experts, hidden, 2 x inner] and down_proj [experts, inner, hidden]"
+        what = (
+            f"{module.fqn} does not have gate_up_proj [experts, hidden, 2 x inner] and down_proj [experts, inner, "
+            "hidden]"
+        )
         raise ModelError(Problem("experts-not-splittable", what, rows=(("parameters", _shapes(module)),)))
     if context.sends_tokens:
         split = {name: replace(use, by_expert=True) for name, use in _DENSE.items()}
@@ -265,8 +271,8 @@ def _check_channels(style: StyleText, module: ModuleFacts) -> None:
 
 
 def _widths(module: ModuleFacts, out_dim: int) -> dict[str, str]:
-    """Conv1D views its output to the width `nf`, and forwards of convolutions that are not PyTorch's may read `out_channels`: these are set
-    to the local width of the weight."""
+    """Conv1D views its output to the width `nf`, and forwards of convolutions that are not PyTorch's may read
+    `out_channels`: these are set to the local width of the weight."""
     if module.kind == "convolution" and module.class_name not in ("Conv1d", "Conv2d", "Conv3d"):
         return {"out_channels": "weight"}
     return {"nf": "weight"} if module.kind == "conv1d" else {}
@@ -353,7 +359,8 @@ for _style in (
 def inner_experts(module: ModuleFacts, context: StyleContext) -> Contract:
     """Whole experts on each rank, or each split over its inner width. Tokens [N, hidden] are converted, flattened.
 
-    A router inside chooses for this rank's tokens, as one outside does. A bias of the sum over experts is added to these.
+    A router inside chooses for this rank's tokens, as one outside does. A bias of the sum over experts is added to
+    these.
     """
     uses, on = _uses(module, context), context.sequence_parallel
     uses |= {name: Use(partial=on) for name in module.shapes}

@@ -1,7 +1,7 @@
 """What a style does to a module: layouts of its parameters, conversions of its input and output, and their collectives.
 
-A *boundary conversion* redistributes an activation between two layouts, forward and backward as a pair. `apply` runs the
-conversions, `explain` counts them; both read them here.
+A *boundary conversion* redistributes an activation between two layouts, forward and backward as a pair. `apply` runs
+the conversions, `explain` counts them; both read them here.
 
 Torch-free.
 """
@@ -59,7 +59,8 @@ _COLLECTIVES: dict[Conversion, tuple[str | None, str | None]] = {  # (forward, b
 }
 
 OVERLAPS = ("auto", "off", "chunked", "symm_mem")
-"""How a linear's collectives are overlapped with its matmuls: chosen by measurement, not, in chunks, by symmetric memory."""
+"""How a linear's collectives are overlapped with its matmuls: chosen by measurement, not, in chunks, by symmetric
+memory."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,17 @@ class Use:
     Args:
         dim: the sharded dim, None for replicated.
         unit: names of sizes whose units must not be split, one per chunk: `("heads", "kv_heads", "kv_heads")`.
-        chunks: number of equal chunks, each sharded by itself. Where units are named, each chunk contains an equal part of them all.
-        adjacent: elements along `dim` that stay together, such as 2 for the pairs of an interleaved gate and up projection.
+        chunks: number of equal chunks, each sharded by itself. Where units are named, each chunk contains an equal part
+            of them all.
+        adjacent: elements along `dim` that stay together, such as 2 for the pairs of an interleaved gate and up
+            projection.
         partial: replicated, with a gradient that each rank has only in part.
-        by_expert: stacked experts, divided over the ranks of `ep` along dim 0, rather than over those of `tp`. Where `dim` is another
-            one, each expert is split along it over the ranks of `etp`.
-        expert_dim: of `by_expert`: the dim along which experts follow each other. In dim 0 there may be `chunks` of them, of several
-            rows each; in another dim each of `chunks` has one element of every expert.
-        widths: for each of `unit`, the width of its units, the name of a size or a number, or "", where chunks of several widths
-            are packed; empty: all units are equally wide.
+        by_expert: stacked experts, divided over the ranks of `ep` along dim 0, rather than over those of `tp`. Where
+            `dim` is another one, each expert is split along it over the ranks of `etp`.
+        expert_dim: of `by_expert`: the dim along which experts follow each other. In dim 0 there may be `chunks` of
+            them, of several rows each; in another dim each of `chunks` has one element of every expert.
+        widths: for each of `unit`, the width of its units, the name of a size or a number, or "", where chunks of
+            several widths are packed; empty: all units are equally wide.
     """
 
     dim: int | None = None
@@ -135,7 +138,8 @@ class Traits:
         for_parameters: a rule may give it to a bare parameter, as well as to a module.
         sees_full: what is inside runs on full activations, also where sequence parallelism splits those around it.
         wraps: it calls a layer, and adapters beside it, for which it does the conversions of the layer.
-        reads_shards: its forward may read sharded parameters of its children, and computes with this rank's shards of them.
+        reads_shards: its forward may read sharded parameters of its children, and computes with this rank's shards of
+            them.
     """
 
     splits_output: bool = False
@@ -167,19 +171,20 @@ class Contract:
         uses: parameter name to its use; a parameter that is not named is replicated.
         compute: what runs between the conversions: "stock" (the module's own forward), or a word that `apply` knows:
             "rowwise" (the bias is added once, after the reduction), "embedding" (ids outside the local shard give
-            zeros), "channel_norm" (a batch or group norm of this rank's channels), "rms_norm" and "gated_norm" (the mean square
-            is taken over all ranks that have a part of it), "scan" (a state-space mixer, which reads shards of its children's
-            parameters), "multihead" (the arithmetic of `nn.MultiheadAttention` on this rank's heads), "ulysses" (its attention
-            exchanges a sequence shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own
-            forward), "experts" (tokens, choices and their weights are converted, and each rank computes a shard of every expert),
-            "dense experts" (as "experts", called with all tokens once for each expert), "whole experts" (tokens are sent to the
-            ranks that have their experts, and their results back), "scaled experts" (the same, called as "dense experts").
+            zeros), "channel_norm" (a batch or group norm of this rank's channels), "rms_norm" and "gated_norm" (the
+            mean square is taken over all ranks that have a part of it), "scan" (a state-space mixer, which reads shards
+            of its children's parameters), "multihead" (the arithmetic of `nn.MultiheadAttention` on this rank's heads),
+            "ulysses" (its attention exchanges a sequence shard for a head shard), "deferred_head" (the loss runs its
+            matmul), "lookup" (an embedding's own forward), "experts" (tokens, choices and their weights are converted,
+            and each rank computes a shard of every expert), "dense experts" (as "experts", called with all tokens once
+            for each expert), "whole experts" (tokens are sent to the ranks that have their experts, and their results
+            back), "scaled experts" (the same, called as "dense experts").
         inputs: arguments of which each rank takes the parts of its heads.
         input_widths: arguments of which the module's own code reads a local width.
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
-        beside: of "whole experts": the child of their block that is computed while their results return; with a "?" if the block
-            may have none.
+        beside: of "whole experts": the child of their block that is computed while their results return; with a "?" if
+            the block may have none.
         overlap: one of `OVERLAPS`, where the rule names one; empty means the plan's default.
         dtensors: where the module may meet DTensors, as PyTorch's styles allow: "" nowhere, "in", "in and out": it then
             returns one, or "in and inside": its own code is given one.
@@ -286,7 +291,8 @@ class Contract:
 
     @property
     def sends_chosen_rows(self) -> bool:
-        """As `sends_tokens`, of experts that their block calls with every token: only the rows of chosen experts are sent."""
+        """As `sends_tokens`, of experts that their block calls with every token: only the rows of chosen experts are
+        sent."""
         return self.compute == "scaled experts"
 
     @property

@@ -28,9 +28,11 @@ TRANSFORMERS_WORDS = {
     "moe_tp_experts": "experts",
     "ep_dispatch_experts": "experts",
 }
-# words of `transformers` for a module of experts: over tp, and over ep. The option `ep` says which of them `experts` means
+# words of `transformers` for a module of experts: over tp, and over ep. The option `ep` says which of them `experts`
+# means
 EXPERT_WORDS = ("moe_tp_experts", "ep_dispatch_experts")
-# words for the weights of such a module, which the rule for the module covers here: over ep; over tp, as usual or transposed
+# words for the weights of such a module, which the rule for the module covers here: over ep; over tp, as usual or
+# transposed
 EXPERT_WEIGHT_WORDS = {
     "ep_dispatch_experts": {"gate_up_proj": "grouped_gemm", "down_proj": "grouped_gemm"},
     "experts": {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"},
@@ -70,7 +72,8 @@ def parse_style(text: str, where: str = "") -> StyleText:
 
 
 def is_sum_of_sizes(text: str) -> bool:
-    """Whether a text is names of sizes joined by `+`, each of which may have a width, a size or a number: `heads*head_dim + groups`."""
+    """Whether a text is names of sizes joined by `+`, each of which may have a width, a size or a number:
+    `heads*head_dim + groups`."""
     return bool(_SIZES.match(text))
 
 

@@ -1,7 +1,8 @@
 """PyTorch's style objects as styles of a plan: the same layouts, by the conversions of contracts.
 
-`axes/tensor/torch_styles/lowering.py` makes a rule of each object that means the same. The words are those of PyTorch, so that
-`describe_plan` shows what was asked for. Layouts are written `replicate`, `features` (the last dim) or `dim<n>`.
+`axes/tensor/torch_styles/lowering.py` makes a rule of each object that means the same. The words are those of PyTorch,
+so that `describe_plan` shows what was asked for. Layouts are written `replicate`, `features` (the last dim) or
+`dim<n>`.
 
 Torch-free.
 """

@@ -1,7 +1,8 @@
-"""What a style is: its word and options in a plan, the contract that it makes for a module, and what may be asked about it.
+"""What a style is: its word and options in a plan, the contract that it makes for a module, and what may be asked about
+it.
 
-A builder sees the module through `ModuleFacts`, and its surroundings (the sequence-parallel region, a gathered input, the
-modes that are on) through `StyleContext`. `builtin.py` has the styles of this package; `register_style` adds one.
+A builder sees the module through `ModuleFacts`, and its surroundings (the sequence-parallel region, a gathered input,
+the modes that are on) through `StyleContext`. `builtin.py` has the styles of this package; `register_style` adds one.
 
 Torch-free.
 """
@@ -24,16 +25,18 @@ class ModuleFacts:
 
     Attributes:
         fqn: the module's name.
-        kind: "linear" (weight [out, in]), "conv1d" (weight [in, out], as GPT-2 stores it), "embedding", "norm", "experts"
-            (those of a mixture, called with tokens, choices and weights), "expert block" (the router is inside too), "depthwise"
-            (a convolution of each channel), "grouped" (one of groups of channels), "other".
+        kind: "linear" (weight [out, in]), "conv1d" (weight [in, out], as GPT-2 stores it), "embedding", "norm",
+            "experts" (those of a mixture, called with tokens, choices and weights), "expert block" (the router is
+            inside too), "depthwise" (a convolution of each channel), "grouped" (one of groups of channels), "other".
         class_name: the class name, for messages.
         shapes: full shapes of its direct parameters, by name.
-        flags: of experts: how their weights are stored and computed with, as `transformers` marks an instance (`EXPERT_FLAGS`).
-        num_experts: of experts: how many there are. inner: full shapes of their weights, by dotted name, where these are in modules
-            inside.
-        packs: of a quantized linear: parameter name to the elements of a row of the weight that one of its elements stands for,
-            of the codes first. Their shapes are [out, in / that number]. block: elements of a row that are never split.
+        flags: of experts: how their weights are stored and computed with, as `transformers` marks an instance
+            (`EXPERT_FLAGS`).
+        num_experts: of experts: how many there are. inner: full shapes of their weights, by dotted name, where these
+            are in modules inside.
+        packs: of a quantized linear: parameter name to the elements of a row of the weight that one of its elements
+            stands for, of the codes first. Their shapes are [out, in / that number]. block: elements of a row that are
+            never split.
         stacked: of quantized experts: name of a stacked weight to the names of its codes and scales.
     """
 
@@ -187,7 +190,8 @@ class StyleText:
 
     @property
     def widths(self) -> tuple[str, ...]:
-        """For each name in `unit`, the width of its units, a size or a number: `heads*head_dim`, `heads*1`; empty where it is not named."""
+        """For each name in `unit`, the width of its units, a size or a number: `heads*head_dim`, `heads*1`; empty where
+        it is not named."""
         return tuple(width for _, width in terms_of(self.options.get("unit", "")))
 
     @property

@@ -2,8 +2,8 @@
 
 They are refused, or given the new parameters where no step can have been taken.
 
-To find them, every object of the process is inspected, which takes tenths of a second. An optimizer references each of its
-parameters, so the search is needed only if something other than the model's modules references a parameter.
+To find them, every object of the process is inspected, which takes tenths of a second. An optimizer references each of
+its parameters, so the search is needed only if something other than the model's modules references a parameter.
 """
 
 from __future__ import annotations
@@ -37,16 +37,21 @@ def refuse_early_optimizers(module: nn.Module, replaced: Iterable[str] | None = 
     if any(True for _ in _optimizers_of(parameters)):
         gc.collect()  # an unused optimizer may still exist in a reference cycle
     for optimizer in _optimizers_of(parameters):
-        what = f"a parameter of this model is already in an optimizer ({type(optimizer).__name__}), which could not step it"
+        what = (
+            f"a parameter of this model is already in an optimizer ({type(optimizer).__name__}), which could not step "
+            "it"
+        )
         fix = "build the optimizer afterwards, from the model that is returned"
         raise ModelError(Problem("early-optimizer", what, fix=fix))
 
 
 def rebind_parameters(replaced: Sequence[tuple[Any, Any]]) -> None:
-    """Let lists and dictionaries that have parameters of the model, as those of optimizers, have what takes their places.
+    """Let lists and dictionaries that have parameters of the model, as those of optimizers, have what takes their
+    places.
 
     Args:
-        replaced: (parameter, new one) of each, of which none was stepped yet. Nothing else refers to a parameter, but what uses it.
+        replaced: (parameter, new one) of each, of which none was stepped yet. Nothing else refers to a parameter, but
+            what uses it.
     """
     new_of = {id(old): new for old, new in replaced}
     for old, _ in replaced:

@@ -1,7 +1,8 @@
-"""Models that other libraries have changed are refused: PyTorch's own data parallelism, accelerate's offloading, quantizers.
+"""Models that other libraries have changed are refused: PyTorch's own data parallelism, accelerate's offloading,
+quantizers.
 
-DistributedDataParallel and `replicate` put their hooks on autograd nodes that planned parameters do not have, and would reduce
-the gradients of `shard_data` a second time.
+DistributedDataParallel and `replicate` put their hooks on autograd nodes that planned parameters do not have, and would
+reduce the gradients of `shard_data` a second time.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def refuse_wrapped(module: nn.Module) -> None:
 
 
 def refuse_wrappers(module: nn.Module) -> None:
-    """Let DistributedDataParallel and `replicate` around this model, or around one that it is a part of, raise ModelError
-    `other-data-parallel`: DistributedDataParallel when it wraps, `replicate` in the first forward."""
+    """Let DistributedDataParallel and `replicate` around this model, or around one that it is a part of, raise
+    ModelError `other-data-parallel`: DistributedDataParallel when it wraps, `replicate` in the first forward."""
     private.wrap_in_torch("data parallel", _constructing)
     if _refuse_active not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_refuse_active, prepend=True)
@@ -61,7 +62,8 @@ def _refuse_active(module: nn.Module, args: Any) -> None:
 
 
 def _is_replicated(module: nn.Module) -> bool:
-    """`replicate` gives a module a class with the interface of DDP; as one of `fully_shard` in some versions of torch."""
+    """`replicate` gives a module a class with the interface of DDP; as one of `fully_shard` in some versions of
+    torch."""
     cls = type(module)  # whose attributes are found in a tenth of the time
     return hasattr(cls, "register_comm_hook") and hasattr(cls, "set_requires_gradient_sync")
 
@@ -86,7 +88,8 @@ def _refusal(what: str) -> ModelError:
 
 
 def refuse_offloaded(module: nn.Module) -> None:
-    """Raises: ModelError `offloaded-parameters` for a model with parameters on CPU or disk that hooks load for each forward."""
+    """Raises: ModelError `offloaded-parameters` for a model with parameters on CPU or disk that hooks load for each
+    forward."""
     names = [
         name or "the model"
         for name, inner in module.named_modules()
@@ -145,8 +148,8 @@ _FLOAT8_GATHER = "WeightWithDynamicFloat8CastTensor"  # of torchao, for `fully_s
 def refuse_other_quantizers(model: nn.Module) -> None:
     """Raises: ModelError `other-quantizer` for a model with weights that another library has quantized.
 
-    A plan would split their bytes without the state that they need, which is kept beside them in objects of that library.
-    Linears that compute in float8 from a weight that is not quantized are split as others are.
+    A plan would split their bytes without the state that they need, which is kept beside them in objects of that
+    library. Linears that compute in float8 from a weight that is not quantized are split as others are.
     """
     layers: dict[str, list[str]] = {}
     for name, module in model.named_modules():
@@ -160,7 +163,8 @@ def refuse_other_quantizers(model: nn.Module) -> None:
         what = f"weights of {len(names)} modules are to be gathered in float8 by fully_shard alone ({kind})"
     rows = (("modules", short_list([name or "the model" for name in dict.fromkeys(names)], 6)),)
     fix = (
-        "import_quantized(model) before the plan and before adapters, for weights of bitsandbytes and torchao; or load the model without "
+        "import_quantized(model) before the plan and before adapters, for weights of bitsandbytes and torchao; or "
+        "load the model without "
         "its quantization_config, and quantize(model, 'nf4') or 'int8'"
     )
     if kind.endswith(_FLOAT8_GATHER):

@@ -1,7 +1,8 @@
-"""Refuses to read one rank's part as the whole: a number, such as `grad.norm().item()`, or gradients by `backward(inputs=...)`.
+"""Refuses to read one rank's part as the whole: a number, such as `grad.norm().item()`, or gradients by
+`backward(inputs=...)`.
 
-A reduction of a sharded DTensor gives each rank its part, and `.item()`, `float()` and `bool()` return that part: a decision
-taken on it differs by rank. The other ranks may not call it, so that reducing it there could wait for ever.
+A reduction of a sharded DTensor gives each rank its part, and `.item()`, `float()` and `bool()` return that part: a
+decision taken on it differs by rank. The other ranks may not call it, so that reducing it there could wait for ever.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _NAMES = "axes of planned models"
 def guard_partial_values(*meshes: DeviceMesh) -> None:
     """Let `.item()` of a DTensor raise ModelError `partial-value` where ranks have parts of it.
 
-    meshes: of planned models. DTensors of meshes that share no axis with them are not theirs, and are read as PyTorch reads them.
+    meshes: of planned models. DTensors of meshes that share no axis with them are not theirs, and are read as PyTorch
+    reads them.
     """
     names = patches.lease().notes.setdefault(_NAMES, set())
     names.update(name for mesh in meshes for name in _names_of(mesh))

@@ -1,7 +1,8 @@
-"""Refuses calls of a stock model that need full parameters, where ranks store shards: saving, resizing, initializers, draws.
+"""Refuses calls of a stock model that need full parameters, where ranks store shards: saving, resizing, initializers,
+draws.
 
-They would fail in the words of DTensors, or write the shards of one rank as if they were the model. Parameters that replace others
-after `shard_data` would be trained by each rank alone.
+They would fail in the words of DTensors, or write the shards of one rank as if they were the model. Parameters that
+replace others after `shard_data` would be trained by each rank alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _FIXES = {
     "state_dict=state) on rank 0, after state = full_state_dict(model) on every rank",
     "resize_token_embeddings": "resize before the plan is applied",
 }
-# adapters that are added are planned, and given to the reduction over data axes, before the next forward: `axes/tensor/install/added_adapters.py`
+# adapters that are added are planned, and given to the reduction over data axes, before the next forward:
+# `axes/tensor/install/added_adapters.py`
 
 
 def guard_stock_methods(module: nn.Module) -> None:
@@ -37,7 +39,8 @@ def guard_stock_methods(module: nn.Module) -> None:
 
 
 def guard_replacing_methods(module: nn.Module) -> None:
-    """Let those of them that replace parameters raise ModelError `replaces-parameters`, for a model whose gradients are summed."""
+    """Let those of them that replace parameters raise ModelError `replaces-parameters`, for a model whose gradients are
+    summed."""
     for owner in module.modules():
         for name in _REFUSALS:
             if callable(getattr(type(owner), name, None)):
@@ -75,7 +78,8 @@ def _stored_here(model: nn.Module) -> str:
 
 
 def guarded_method(name: str) -> Callable[..., Any]:
-    """What raises ModelError `reads-full-parameters` where a model stores shards, and calls the stock method where it does not."""
+    """What raises ModelError `reads-full-parameters` where a model stores shards, and calls the stock method where it
+    does not."""
     return _GUARDS[name]
 
 
@@ -93,13 +97,15 @@ _REFUSALS = {name: _refusal(name) for name in _FIXES if name != "save_pretrained
 
 
 _guarded: dict[int, weakref.ref[nn.Module]] = {}
-"""The parallelized models, by id, as long as they live. A weak reference to a parameter would keep `.to()` from swapping it."""
+"""The parallelized models, by id, as long as they live. A weak reference to a parameter would keep `.to()` from
+swapping it."""
 
 
 def guard_initializers(module: nn.Module) -> None:
     """Refuse to draw the weights of a parallelized model where every shard would get the same numbers.
 
-    By `reset_parameters` and `_init_weights` of its modules, and by ops on its parameters, or on DTensors that were made from them.
+    By `reset_parameters` and `_init_weights` of its modules, and by ops on its parameters, or on DTensors that were
+    made from them.
     """
     _check_draws()
     key = id(module)
@@ -161,7 +167,8 @@ def _refuse_draw(op: str, target: DTensor) -> None:
 
 
 def _stored_alike(target: DTensor, parameter: torch.Tensor) -> bool:
-    """`p.data`, `empty_like(p)` and what `nn.init` makes are other objects than `p`, with its shape, mesh and placements."""
+    """`p.data`, `empty_like(p)` and what `nn.init` makes are other objects than `p`, with its shape, mesh and
+    placements."""
     return (
         isinstance(parameter, DTensor)
         and target.shape == parameter.shape
@@ -190,8 +197,8 @@ DRAWS_LIKE = {aten.randint_like.low_dtype, *(getattr(aten, name).default for nam
 def check_draws(check: Callable[[str, Any], None]) -> None:
     """Call `check(name of the op, DTensor)` before each of these ops.
 
-    The op then runs as always, of which a handler takes the place: on local tensors, and on devices with a generator that knows
-    of shards, without the handler.
+    The op then runs as always, of which a handler takes the place: on local tensors, and on devices with a generator
+    that knows of shards, without the handler.
     """
     handlers = private.dtensor_handlers
 

@@ -1,8 +1,9 @@
 """Gradients that nobody sums over the data ranks: a backward that reaches such a parameter is refused.
 
-There are two ways to such a gradient: a model on a mesh with data axes that was given to no reducer, and a deep copy of a
-model whose reducer knows the original parameters only. The guard is a hook on each parameter, so that it costs nothing until
-a backward reaches one. It ends with the parameter: `fully_shard` replaces parameters, and reduces those that it makes.
+There are two ways to such a gradient: a model on a mesh with data axes that was given to no reducer, and a deep copy of
+a model whose reducer knows the original parameters only. The guard is a hook on each parameter, so that it costs
+nothing until a backward reaches one. It ends with the parameter: `fully_shard` replaces parameters, and reduces those
+that it makes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Tensors whose `.grad` another object keeps: what an optimizer steps in the place of a parameter has the parameter's gradient.
+"""Tensors whose `.grad` another object keeps: what an optimizer steps in the place of a parameter has the parameter's
+gradient.
 
-There is one gradient then. Whoever edits or replaces it, through the model or through the optimizer, edits what the other reads.
+There is one gradient then. Whoever edits or replaces it, through the model or through the optimizer, edits what the
+other reads.
 """
 
 from __future__ import annotations

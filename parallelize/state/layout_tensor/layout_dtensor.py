@@ -1,10 +1,10 @@
 """A DTensor whose layout no `Shard(dim)` describes: packed weights, and key/value heads that several ranks store.
 
-Its local tensor is what the planned forward computes with: the slices of the layout one after another, padded where ranks
-store different numbers of elements. To PyTorch it is the parameter: its shape is that of the full tensor, `full_tensor()`
-returns the original order, operations compute what they would on the full tensor (`layout_operations`), and
-`torch.distributed.checkpoint` writes and reads each interval at its place. Its gradients and optimizer states are of this
-class too.
+Its local tensor is what the planned forward computes with: the slices of the layout one after another, padded where
+ranks store different numbers of elements. To PyTorch it is the parameter: its shape is that of the full tensor,
+`full_tensor()` returns the original order, operations compute what they would on the full tensor (`layout_operations`),
+and `torch.distributed.checkpoint` writes and reads each interval at its place. Its gradients and optimizer states are
+of this class too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class _AskTheClass(private.DispatchMode):
 
 
 def ask_by_mode(cls: Any) -> None:
-    """Let `cls.__torch_dispatch__` see operations on tensors of a subclass of DTensor, on versions that do not call it."""
+    """Let `cls.__torch_dispatch__` see operations on tensors of a subclass of DTensor, on versions that do not call
+    it."""
 
     def function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with private.no_functions_of_subclasses():
@@ -90,8 +91,11 @@ _READS = frozenset(
 
 _NOT_DIFFERENTIABLE = Problem(
     "layout-gradient",
-    f"an operation on a packed weight is differentiated, which torch {torch.__version__} does in the order of its shards",
-    fix="use torch 2.12 or newer; or compute with parameter.full_tensor() or parameter.to_local(), which have gradients",
+    f"an operation on a packed weight is differentiated, which torch {torch.__version__} does in the order of its "
+    "shards",
+    fix=(
+        "use torch 2.12 or newer; or compute with parameter.full_tensor() or parameter.to_local(), which have gradients"
+    ),
 )
 
 
@@ -163,7 +167,7 @@ class LayoutDTensor(KeptGradient, DTensor):
     def _stable_hash_for_caching(self) -> str:
         return f"{super()._stable_hash_for_caching()} {self.tp_layout}"
 
-    # -- what torch.distributed.checkpoint asks for ---------------------------------------------------------------------
+    # -- what torch.distributed.checkpoint asks for --------------------------------------------------------------------
 
     def _pairs(self) -> list[SlicePair]:
         rank = layout_group(self.device_mesh).rank
@@ -198,7 +202,8 @@ class LayoutDTensor(KeptGradient, DTensor):
 
 
 class _Context(tuple):
-    """What a compiled graph rebuilds a tensor from: the context of a DTensor, whose length Dynamo checks, and the layout."""
+    """What a compiled graph rebuilds a tensor from: the context of a DTensor, whose length Dynamo checks, and the
+    layout."""
 
     tp_layout: Layout
 
@@ -289,7 +294,8 @@ if _ASKED_BY_MODE:
 
 @cache
 def guard_writers() -> None:
-    """Let the writer raise ShapeError `several-intervals` before it writes, from the first save of a `LayoutDTensor` on."""
+    """Let the writer raise ShapeError `several-intervals` before it writes, from the first save of a `LayoutDTensor`
+    on."""
     writer: Any = getattr(dcp, "HuggingFaceStorageWriter", None)  # since 2.8
     if writer is None:
         return
@@ -306,6 +312,12 @@ def _refuse(plan: Any) -> None:
     items = Counter(item.index.fqn for item in plan.items)
     several = [fqn for fqn, count in items.items() if count > 1]
     if several:
-        what = f"this rank stores {items[several[0]]} intervals of {several[0]}, and HuggingFaceStorageWriter writes one of a name"
-        fix = "parallelize.save_pretrained(model, folder) writes such folders; torch.distributed.checkpoint.FileSystemWriter"
+        what = (
+            f"this rank stores {items[several[0]]} intervals of {several[0]}, and HuggingFaceStorageWriter writes one "
+            "of a name"
+        )
+        fix = (
+            "parallelize.save_pretrained(model, folder) writes such folders; "
+            "torch.distributed.checkpoint.FileSystemWriter"
+        )
         raise ShapeError(Problem("several-intervals", what, fix=fix))

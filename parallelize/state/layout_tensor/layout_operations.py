@@ -150,7 +150,7 @@ def _with_layout_of(cls: Any, result: DTensor, like: Any) -> Any:
     return result
 
 
-# -- norms and sums ------------------------------------------------------------------------------------------------------
+# -- norms and sums ----------------------------------------------------------------------------------------------------
 
 
 def _is_norm_of_all(args: Any, kwargs: Any) -> bool:
@@ -174,7 +174,7 @@ def _counted_once(cls: Any, operand: Any) -> Any:
     return private.wrap(local, private.with_dtype(spec, local))
 
 
-# -- on the full tensors -------------------------------------------------------------------------------------------------
+# -- on the full tensors -----------------------------------------------------------------------------------------------
 
 
 def _on_full(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
 """The placement that a `LayoutDTensor` shows: the intervals of a layout.
 
 PyTorch rebuilds a `_StridedShard` from its dim and split factor where it distributes a tensor, so that
-`distribute_tensor(full, p.device_mesh, p.placements)` makes shards of its own, which `p.copy_()` and all operations convert. What
-computes one offset for each rank from a placement (PyTorch's `DTensor.from_local` after slicing, `zeros(placements=)`) has no
-answer here.
+`distribute_tensor(full, p.device_mesh, p.placements)` makes shards of its own, which `p.copy_()` and all operations
+convert. What computes one offset for each rank from a placement (PyTorch's `DTensor.from_local` after slicing,
+`zeros(placements=)`) has no answer here.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class LayoutShard(private.StridedShard):
             Problem(
                 "several-intervals",
                 f"{what}: a size and an offset do not describe its shard",
-                fix="read it with `full_tensor()`; write it with `copy_`, `load_state_dict`, torch.distributed.checkpoint "
-                "or `load_checkpoint`",
+                fix="read it with `full_tensor()`; write it with `copy_`, `load_state_dict`, "
+                "torch.distributed.checkpoint or `load_checkpoint`",
             )
         )
 
@@ -119,7 +119,8 @@ def layout_axis(mesh: Any) -> int | None:
 
 
 def local_window(tensor: Any, window: list[Interval], skip: int | None) -> list[Interval]:
-    """The parts of these intervals, one for each dim, that remain after mesh axes other than number `skip` sharded them.
+    """The parts of these intervals, one for each dim, that remain after mesh axes other than number `skip` sharded
+    them.
 
     A strided placement (of `fully_shard` over tp) shards last.
     """
@@ -146,7 +147,8 @@ def layout_group(mesh: Any) -> Group:
 
 
 def store(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """A rank's shard of a full tensor as it is stored: its slices in order, padded where the layout is not canonical."""
+    """A rank's shard of a full tensor as it is stored: its slices in order, padded where the layout is not
+    canonical."""
     if layout.dim is None:
         return full.clone(memory_format=torch.contiguous_format)
     parts = [full[pair.full] for pair in layout.slices(rank)]
@@ -177,7 +179,8 @@ def store_like(full: torch.Tensor, layout: Layout, tensor: Any) -> torch.Tensor:
 
 
 def unshard(stored: Any, layout: Layout, group: Group) -> torch.Tensor:
-    """The full tensor in its original order, on every rank. A collective over tp (and over the data axes that shard it)."""
+    """The full tensor in its original order, on every rank. A collective over tp (and over the data axes that shard
+    it)."""
     local = _without_data_axes(stored, layout, group)
     if layout.dim is None:
         return local.clone()

@@ -21,9 +21,9 @@ def accumulate_gradients(module: nn.Module) -> Iterator[None]:
 
     Returns: a context manager.
     Raises: ModelError `not-parallelized`.
-    Cost: one set of reductions at the end of the block: the pending reductions of norms and shared heads over tp, and the
-        gradients that `shard_data` reduces over the data axes. ZeRO 2 and 3 reduce in each backward pass, unless `defer` is
-        set.
+    Cost: one set of reductions at the end of the block: the pending reductions of norms and shared heads over tp, and
+        the gradients that `shard_data` reduces over the data axes. ZeRO 2 and 3 reduce in each backward pass, unless
+        `defer` is set.
     """
     record, data = record_of(module), applied(module).data
     if record is None and data is None:

@@ -35,22 +35,22 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients in place so that their total norm is at most `max_norm`; return the norm before.
 
-    Plain and DTensor gradients, of any meshes, may be mixed. Elements that several ranks store are counted once, and so are
-    tied copies on other pipeline stages: the norm is that of the unsharded model.
+    Plain and DTensor gradients, of any meshes, may be mixed. Elements that several ranks store are counted once, and so
+    are tied copies on other pipeline stages: the norm is that of the unsharded model.
 
     Args:
-        parameters: a model, or parameters. Pass the model if `fully_shard` was applied by hand and several ranks store the
-            same key/value heads, or if a pipeline stage may have no trained parameter.
+        parameters: a model, or parameters. Pass the model if `fully_shard` was applied by hand and several ranks store
+            the same key/value heads, or if a pipeline stage may have no trained parameter.
         max_norm: the largest norm of all gradients together.
         norm_type: the order of the norm; `inf` for the largest absolute value.
         error_if_nonfinite: raise an error for a norm that is not finite.
         foreach: False scales one gradient after another. Default: all of a device together.
 
     Returns: a scalar plain tensor, the same on every rank.
-    Raises: GradientError `nonfinite-gradients` (a RuntimeError), with `error_if_nonfinite`: on every rank, before anything
-        is scaled; with the parameters' names, given a model.
-    Cost: norms of local tensors, one all-reduce of a number per axis of each set of sharding axes, and one over the pipeline
-        stages.
+    Raises: GradientError `nonfinite-gradients` (a RuntimeError), with `error_if_nonfinite`: on every rank, before
+        anything is scaled; with the parameters' names, given a model.
+    Cost: norms of local tensors, one all-reduce of a number per axis of each set of sharding axes, and one over the
+        pipeline stages.
     Source: as `torch.nn.utils.clip_grad_norm_`.
     """
     source = parameters if isinstance(parameters, nn.Module) else _listed(parameters)
@@ -87,7 +87,8 @@ def _norm(source: Any, norm_type: float, error_if_nonfinite: bool) -> tuple[_Loc
 
 @dataclass
 class _GroupGradients:
-    """Local gradients that the same groups shard, in chunks. `weights`: of the chunks, where some count less than once."""
+    """Local gradients that the same groups shard, in chunks. `weights`: of the chunks, where some count less than
+    once."""
 
     chunks: list[torch.Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -185,7 +186,8 @@ def _zero(like: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted_chunks(grad: torch.Tensor, local: torch.Tensor, shared: Shared) -> Iterator[tuple[torch.Tensor, float]]:
-    """(chunk, weight) of a local gradient, split where other ranks store the same elements; the weight is 1 / their number."""
+    """(chunk, weight) of a local gradient, split where other ranks store the same elements; the weight is 1 / their
+    number."""
     dim = shared[0][0]
     first, offset, size = _first_index(grad, dim), 0, local.shape[dim]
     for _, start, stop, num_ranks in shared:

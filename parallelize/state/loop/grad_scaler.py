@@ -1,7 +1,7 @@
 """`torch.amp.GradScaler` on a mesh: all ranks skip a step, and change the scale, where one of them has an overflow.
 
-PyTorch's scaler looks at the gradients of this rank, and of DTensors over the mesh of the first one. Ranks that disagree would
-step some pipeline stages, or some shards, and not the others.
+PyTorch's scaler looks at the gradients of this rank, and of DTensors over the mesh of the first one. Ranks that
+disagree would step some pipeline stages, or some shards, and not the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def agree_on_overflow(optimizer: Optimizer, mesh: DeviceMesh) -> None:
 
 
 def agree_over_stages(parameter: Any, mesh: DeviceMesh) -> None:
-    """Let a `GradScaler` look at all ranks of the mesh where it unscales any optimizer that has this parameter of a stage.
+    """Let a `GradScaler` look at all ranks of the mesh where it unscales any optimizer that has this parameter of a
+    stage.
 
     Cost: as `agree_on_overflow`. Every rank must unscale, as it must step.
     """

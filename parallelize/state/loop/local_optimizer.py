@@ -45,9 +45,9 @@ def local_optimizer(optimizer: Optimizer, *, elementwise: bool | None = None) ->
         elementwise: True says that each element's update needs only that element, for a class that is not known here.
 
     Returns: the same optimizer.
-    Raises: ModelError `not-elementwise` for one whose update mixes elements (LBFGS, Adafactor, Muon); `already-local` for
-        one that was passed here before. Its `load_state_dict`, ShapeError `full-optimizer-state` for the state of an
-        optimizer that steps on full parameters.
+    Raises: ModelError `not-elementwise` for one whose update mixes elements (LBFGS, Adafactor, Muon); `already-local`
+        for one that was passed here before. Its `load_state_dict`, ShapeError `full-optimizer-state` for the state of
+        an optimizer that steps on full parameters.
     Cost: no communication.
     """
     name = type(optimizer).__name__
@@ -85,7 +85,8 @@ def _refuse_full_state(optimizer: Any, state: dict[str, Any]) -> None:
             is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
             if isinstance(param, DTensor) and is_plain and value.ndim and value.shape != local.shape:
                 what = (
-                    f"{key} of parameter {index} is loaded with shape {list(value.shape)}, and this rank steps on a shard "
+                    f"{key} of parameter {index} is loaded with shape {list(value.shape)}, and this rank steps on a "
+                    "shard "
                     f"{list(local.shape)} of [{', '.join(map(str, param.shape))}]"
                 )
                 fix = "save the other run with a Checkpointer, whose optimizer state is loaded on any mesh"
@@ -224,8 +225,8 @@ def offload_state(optimizer: Optimizer, *, by_parameter: bool) -> Optimizer:
 
     Args:
         optimizer: before its first step or after.
-        by_parameter: whether each parameter is stepped by itself, so that a step may take some at a time. Else the state of all is
-            moved at once, and memory is saved between steps only.
+        by_parameter: whether each parameter is stepped by itself, so that a step may take some at a time. Else the
+            state of all is moved at once, and memory is saved between steps only.
 
     Returns: the same optimizer. Numbers are the same. Hooks of a step are called once.
     Raises: ModelError `state-not-offloaded` for LBFGS, whose step calls a closure again and again.

@@ -4,9 +4,9 @@
         logger.log({"loss": loss, "grad_norm": norm, "tokens_per_s": rate}, step)
 
 A logger is any object with the method `log`. Units are part of the tags, as in `tokens_per_s` and `memory_gib`; `loss`,
-`grad_norm` and `mfu` have none. Values may be 0-d tensors: they are read together, with one wait for the device, and only
-when some logger writes at this step. Only one rank should write: every logger takes `enabled`, and opens, creates and imports
-nothing if that is false.
+`grad_norm` and `mfu` have none. Values may be 0-d tensors: they are read together, with one wait for the device, and
+only when some logger writes at this step. Only one rank should write: every logger takes `enabled`, and opens, creates
+and imports nothing if that is false.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class ClosingLogger:
 def to_numbers(scalars: Mapping[str, Any]) -> dict[str, float]:
     """Plain floats, with one wait per device for any number of tensors.
 
-    Raises: ShapeError `not-a-scalar` for a tensor of several elements, a sharded DTensor, or something that is no number.
+    Raises: ShapeError `not-a-scalar` for a tensor of several elements, a sharded DTensor, or something that is no
+        number.
     """
     checked = {tag: _scalar(tag, value) for tag, value in scalars.items()}
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
@@ -171,8 +172,8 @@ class ConsoleLogger(ClosingLogger):
 class JSONLinesLogger(ClosingLogger):
     """One JSON object per line, appended and flushed: `{"step": 3, "time_s": 1735689600.0, "loss": 2.5}`.
 
-    `time_s` is Unix time. JSON has no NaN: such values are the strings "NaN", "Infinity" and "-Infinity", which `float()`
-    accepts.
+    `time_s` is Unix time. JSON has no NaN: such values are the strings "NaN", "Infinity" and "-Infinity", which
+    `float()` accepts.
 
     Args:
         path: the path of the file. Missing folders are created.
@@ -247,7 +248,8 @@ class TensorBoardLogger(ClosingLogger):
             self._writer = SummaryWriter(os.fspath(folder))
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add the `scalars` of a `step` to the curves of their tags. Files are written every two minutes and on `close`."""
+        """Add the `scalars` of a `step` to the curves of their tags. Files are written every two minutes and on
+        `close`."""
         if self._writer is not None:
             for tag, value in to_numbers(scalars).items():
                 self._writer.add_scalar(tag, value, step)
@@ -267,9 +269,9 @@ def missing_extra(logger: str, package: str, error: ImportError) -> ParallelizeE
 class HubLogger(ClosingLogger):
     """JSON lines in a folder that a thread uploads to the Hub every few minutes. Needs huggingface_hub.
 
-    The folder's other `.jsonl` files and TensorBoard event files are uploaded too, and nothing else in it: use the folder for
-    `TensorBoardLogger`. Log in to huggingface_hub before (`hf auth login`, or HF_TOKEN); no credential is asked for, stored or
-    printed here. A failed upload is reported once with a warning, and tried again at the next one.
+    The folder's other `.jsonl` files and TensorBoard event files are uploaded too, and nothing else in it: use the
+    folder for `TensorBoardLogger`. Log in to huggingface_hub before (`hf auth login`, or HF_TOKEN); no credential is
+    asked for, stored or printed here. A failed upload is reported once with a warning, and tried again at the next one.
 
     Args:
         repo_id: "user/name"; created if it does not exist.
@@ -355,8 +357,8 @@ def _first_line(error: BaseException) -> str:
 class Loggers(ClosingLogger):
     """Several loggers as one. Values are read from the device once, when the first logger needs one.
 
-    A logger that fails (disk full, no network) is reported once with a warning, on the "parallelize" logger of `logging`, and
-    tried again at later steps; training and the other loggers go on. Errors in the values are raised.
+    A logger that fails (disk full, no network) is reported once with a warning, on the "parallelize" logger of
+    `logging`, and tried again at later steps; training and the other loggers go on. Errors in the values are raised.
 
     Args:
         loggers: each has a method `log`.

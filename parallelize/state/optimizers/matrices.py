@@ -23,7 +23,8 @@ SPLITS = ("chunks", "heads")
 def matrix_names(module: nn.Module, shapes: Mapping[str, Shape]) -> set[str]:
     """Names of hidden matrices: weights of linears, and weights of experts that are stacked in one tensor.
 
-    Not so embeddings, heads (what is tied to an embedding, or has as many outputs as one has rows), convolutions and biases.
+    Not so embeddings, heads (what is tied to an embedding, or has as many outputs as one has rows), convolutions and
+    biases.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     rows = {shapes[f"{n}.weight".lstrip(".")][0] for n, m in modules.items() if _is_embedding(m, n, shapes)}
@@ -50,7 +51,8 @@ def _head_weight(module: nn.Module) -> Any:
 
 
 def matrices_of(module: nn.Module, name: str, shape: Shape, split: Mapping[str, str]) -> list[Box]:
-    """The boxes of a parameter that are orthogonalized separately; each is a matrix, with sizes of 1 before its two dims.
+    """The boxes of a parameter that are orthogonalized separately; each is a matrix, with sizes of 1 before its two
+    dims.
 
     Args:
         split: pattern of names -> "chunks" for the chunks of a packed weight (q, k and v), or "heads" for their heads.

@@ -25,7 +25,8 @@ from parallelize.state.optimizers.matrices import flops_of, matrix_shape_of
 
 T = torch.Tensor
 SENT = torch.bfloat16
-"""The first thing that the orthogonalization does is to round to it, and it is the dtype of its result: nothing is lost."""
+"""The first thing that the orthogonalization does is to round to it, and it is the dtype of its result: nothing is
+lost."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class MatrixExchange:
         return boxes
 
     def gather(self, updates: Mapping[str, T], device: torch.device) -> list[T]:
-        """The matrices that this rank owns, in full. `updates`: name -> local tensor; a parameter without one sends zeros."""
+        """The matrices that this rank owns, in full. `updates`: name -> local tensor; a parameter without one sends
+        zeros."""
         flat = torch.zeros(sum(self._to_owner[0]), dtype=SENT, device=device)
         at = 0
         for item in self._sends:
@@ -98,7 +100,8 @@ class MatrixExchange:
         return full
 
     def scatter(self, results: Sequence[T], device: torch.device) -> list[T]:
-        """For each of `local_boxes`, its elements of the owner's result. `results`: of the matrices that this rank owns."""
+        """For each of `local_boxes`, its elements of the owner's result. `results`: of the matrices that this rank
+        owns."""
         flat = torch.empty(sum(self._from_owner[0]), dtype=SENT, device=device)
         at = 0
         for to in range(self.size):
@@ -155,7 +158,8 @@ Stored = Sequence[Mapping[str, Sequence[Box]]]
 
 @dataclass(frozen=True)
 class BoxOfMatrix:
-    """Elements of a matrix that the same ranks store. `sender`: the rank that sends them to the owner, itself perhaps."""
+    """Elements of a matrix that the same ranks store. `sender`: the rank that sends them to the owner, itself
+    perhaps."""
 
     box: Box
     sender: int

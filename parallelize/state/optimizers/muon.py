@@ -49,18 +49,21 @@ class Muon(Optimizer):
         adamw_betas, adamw_eps: of the other parameters.
         matrices: name -> whether it is orthogonalized. None: weights of linears and of stacked experts, each expert a
             matrix, but not embeddings and heads.
-        split: pattern of names -> "chunks" or "heads": packed weights whose chunks (q, k, v) or heads are matrices by themselves.
+        split: pattern of names -> "chunks" or "heads": packed weights whose chunks (q, k, v) or heads are matrices by
+            themselves.
 
     Raises: ModelError `bad-muon-option`; when built, `no-chunks`, `matrix-not-covered`; in a step, `unbound-optimizer`.
-    Cost: per step one all-to-all to the owners of the matrices and one back, in bfloat16, and an all-reduce of a number for
-        each parameter. Each rank orthogonalizes its part of the matrices, by cost. State: one momentum of a matrix's shard.
+    Cost: per step one all-to-all to the owners of the matrices and one back, in bfloat16, and an all-reduce of a number
+        for each parameter. Each rank orthogonalizes its part of the matrices, by cost. State: one momentum of a
+        matrix's shard.
     Source: Keller Jordan's Muon; arXiv:2502.16982.
     """
 
     saved_as = ("parallelize.optimizers.muon", "Muon")
     """Its module and name in checkpoints, wherever it stands."""
     gathers_itself = True
-    """`build_optimizer` gives it shards: it does not need full parameters, although its update of an element needs others."""
+    """`build_optimizer` gives it shards: it does not need full parameters, although its update of an element needs
+    others."""
 
     def __init__(
         self,

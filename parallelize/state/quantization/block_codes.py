@@ -1,13 +1,15 @@
 """Codes and scales of a weight, and the weight that they stand for.
 
-A block is `block` consecutive elements of a row of the weight [out, in], so that columns of ranks are rows of codes and scales, and any
-part of the weight between two blocks has the codes that it has in the full weight. The arithmetic is that of float32.
+A block is `block` consecutive elements of a row of the weight [out, in], so that columns of ranks are rows of codes and
+scales, and any part of the weight between two blocks has the codes that it has in the full weight. The arithmetic is
+that of float32.
 
-Scales are bfloat16, and codes are computed with the rounded scale, so that rounding adds no error of its own; those of another
-library may be float32. They are stored as bytes, which no cast of the model to another dtype changes, and which every backend
-sends (gloo and NCCL send no integers of 16 bits).
+Scales are bfloat16, and codes are computed with the rounded scale, so that rounding adds no error of its own; those of
+another library may be float32. They are stored as bytes, which no cast of the model to another dtype changes, and which
+every backend sends (gloo and NCCL send no integers of 16 bits).
 
-Source: Dettmers et al., QLoRA, 2023, section 3 and appendix E (the values of NF4); bitsandbytes, `functional.get_4bit_type` (those of FP4).
+Source: Dettmers et al., QLoRA, 2023, section 3 and appendix E (the values of NF4); bitsandbytes,
+    `functional.get_4bit_type` (those of FP4).
 """
 
 from __future__ import annotations

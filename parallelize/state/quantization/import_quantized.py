@@ -20,19 +20,22 @@ _MARKS = ("is_quantized", "quantization_method", "hf_quantizer", "is_loaded_in_4
 
 
 def import_quantized(model: nn.Module, *, block: int = BLOCK) -> nn.Module:
-    """Make each linear that bitsandbytes or torchao has quantized a `QuantizedLinear` with the same codes, in place, before the plan.
+    """Make each linear that bitsandbytes or torchao has quantized a `QuantizedLinear` with the same codes, in place,
+    before the plan.
 
     Args:
-        model: with weights of 4 bits (NF4, FP4; also with nested scales) or of 8 bits by row of bitsandbytes, or of integers of at most 8
-            bits by row or group of torchao, whose activations are not quantized. Without adapters.
-        block: the most elements that share a scale here, a power of two from 8: a larger block becomes several with one scale, so that
-            more sizes of `tp` split it.
+        model: with weights of 4 bits (NF4, FP4; also with nested scales) or of 8 bits by row of bitsandbytes, or of
+            integers of at most 8 bits by row or group of torchao, whose activations are not quantized. Without
+            adapters.
+        block: the most elements that share a scale here, a power of two from 8: a larger block becomes several with one
+            scale, so that more sizes of `tp` split it.
 
-    Returns: the model. The weights are those that the other library dequantizes: scales are float32 where bfloat16 would round them,
-        and codes of fewer than 8 bits of torchao take 8. Linears compute with the dequantized weight in the dtype of their input:
-        bitsandbytes' multiplication of 8-bit activations is not repeated.
-    Raises: ModelError, before anything is changed: `other-quantizer` for each weight that cannot be converted, with the reason;
-        `no-such-linear` where nothing is quantized; `unknown-format` of another block; `wrong-order` after a plan.
+    Returns: the model. The weights are those that the other library dequantizes: scales are float32 where bfloat16
+        would round them, and codes of fewer than 8 bits of torchao take 8. Linears compute with the dequantized weight
+        in the dtype of their input: bitsandbytes' multiplication of 8-bit activations is not repeated.
+    Raises: ModelError, before anything is changed: `other-quantizer` for each weight that cannot be converted, with the
+        reason; `no-such-linear` where nothing is quantized; `unknown-format` of another block; `wrong-order` after a
+        plan.
     Cost: no communication. Codes and scales of all linears are allocated before the others are freed.
     Source: see `state/quantization/import_quantized.py`.
     """
@@ -110,7 +113,8 @@ class UnconvertibleError(Exception):
 
 
 class ForeignWeight(NamedTuple):
-    """codes: as `QuantizedLinear` has them. scales: float32 [out, groups], each of `in / groups` elements. dtype: of the weight."""
+    """codes: as `QuantizedLinear` has them. scales: float32 [out, groups], each of `in / groups` elements. dtype: of
+    the weight."""
 
     word: str
     codes: T

@@ -32,20 +32,23 @@ from parallelize.state.records import mark_applied, mesh_of
 
 
 def quantize(model: nn.Module, form: str | BlockFormat = "nf4", *, modules: Names = None) -> nn.Module:
-    """Store the weights of linears and stacked experts in 4 or 8 bits by block, in place, before the plan. They do not train any more.
+    """Store the weights of linears and stacked experts in 4 or 8 bits by block, in place, before the plan. They do not
+    train any more.
 
     Args:
         model: with weights, or on the meta device: weights are then quantized while they are read (`load_pretrained`).
         form: "nf4" or "int8", with blocks of 64 elements of a row; "nf4(block=32)" for others.
-        modules: names or patterns of linears and stacked experts, as plans write them. None: every `nn.Linear` (and Conv1D of GPT-2,
-            whose weight is stored as [in, out]) and all stacked experts of `transformers` that run one after another, inside of a list of
-            layers, except adapters, tied weights, and linears with fewer outputs than a block, such as gates: embedding and head stay.
+        modules: names or patterns of linears and stacked experts, as plans write them. None: every `nn.Linear` (and
+            Conv1D of GPT-2, whose weight is stored as [in, out]) and all stacked experts of `transformers` that run one
+            after another, inside of a list of layers, except adapters, tied weights, and linears with fewer outputs
+            than a block, such as gates: embedding and head stay.
 
     Returns: the model.
-    Raises: ModelError, before anything is changed: `unknown-format`, `no-such-linear`, `unquantizable-linear`, `partial-block`,
-        `tied-weight`, `not-finite-weight`, `other-quantizer`, `wrong-order` after a plan.
+    Raises: ModelError, before anything is changed: `unknown-format`, `no-such-linear`, `unquantizable-linear`,
+        `partial-block`, `tied-weight`, `not-finite-weight`, `other-quantizer`, `wrong-order` after a plan.
     Warns: of stacked experts of another form, which stay as they are.
-    Cost: no communication. Codes and one part of a weight in float32 are allocated beside the weights, one module at a time.
+    Cost: no communication. Codes and one part of a weight in float32 are allocated beside the weights, one module at a
+        time.
     """
     form = block_format(form)
     refuse_planned(model, "quantize")
@@ -58,7 +61,8 @@ def quantize(model: nn.Module, form: str | BlockFormat = "nf4", *, modules: Name
 
 
 def dequantize(model: nn.Module) -> nn.Module:
-    """Give every quantized linear and expert of a model its dequantized weight, in place: the stock module again, and frozen.
+    """Give every quantized linear and expert of a model its dequantized weight, in place: the stock module again, and
+    frozen.
 
     Args:
         model: with or without adapters, which then can be merged.

@@ -1,4 +1,5 @@
-"""Stacked experts whose weights are stored as codes and scales: the stock module with frozen parameters in the place of its weights."""
+"""Stacked experts whose weights are stored as codes and scales: the stock module with frozen parameters in the place of
+its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class QuantizedExperts(nn.Module):
         packs: name of a parameter to the elements of a row that one of its elements stands for.
         stock_class: of the module that it was. dtype: of the dense weights.
 
-    Shapes: NAME_codes uint8 [experts, rows, columns / codes_per_byte], NAME_scales uint8 [experts, rows, 2 columns / block].
+    Shapes: NAME_codes uint8 [experts, rows, columns / codes_per_byte], NAME_scales uint8 [experts, rows, 2 columns /
+        block].
     """
 
     form: BlockFormat
@@ -48,7 +50,8 @@ class QuantizedExperts(nn.Module):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[T], T], recurse: bool = True) -> QuantizedExperts:
-        """What `.to()` calls. No cast of a model changes codes and scales; it changes the dtype that the weights have."""
+        """What `.to()` calls. No cast of a model changes codes and scales; it changes the dtype that the weights
+        have."""
         super()._apply(fn, recurse)
         self.dtype = fn(torch.empty(1, dtype=self.dtype)).dtype
         return self
@@ -59,7 +62,8 @@ class QuantizedExperts(nn.Module):
 
 
 def stacked_weights(module: nn.Module) -> Mapping[str, nn.Parameter]:
-    """The stacked weights [experts, ., .] of experts whose stock forward runs one after another; empty for any other module."""
+    """The stacked weights [experts, ., .] of experts whose stock forward runs one after another; empty for any other
+    module."""
     values = vars(module)
     forward = getattr(type(module).forward, "__wrapped__", None)
     if forward is None or not set(EXPERT_FLAGS[:3]) <= values.keys() or "forward" in values:
@@ -68,7 +72,8 @@ def stacked_weights(module: nn.Module) -> Mapping[str, nn.Parameter]:
 
 
 def quantize_experts(module: nn.Module, form: BlockFormat) -> None:
-    """Store the stacked weights of experts as codes and scales, one expert at a time. It stays the same object, with its hooks."""
+    """Store the stacked weights of experts as codes and scales, one expert at a time. It stays the same object, with
+    its hooks."""
     stock: Any = type(module)
     weights = stacked_weights(module)
     others = {key: p for key, p in module._parameters.items() if key not in weights}
@@ -109,7 +114,8 @@ def restore_experts(module: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _class_of(stock: type) -> type:
-    """The class of quantized experts of a stock class: its own forward, one expert after another, whatever the config chooses."""
+    """The class of quantized experts of a stock class: its own forward, one expert after another, whatever the config
+    chooses."""
     by_expert = stock.forward.__wrapped__  # type: ignore[attr-defined]
 
     @wraps(by_expert)

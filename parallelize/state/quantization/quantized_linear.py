@@ -1,7 +1,7 @@
 """A linear with a frozen quantized weight, which is dequantized in forward and again in backward.
 
-Autograd saves the codes and scales alone, which are stored anyway: of the weight only its matmul with the gradient of the output is
-needed, as it does not train.
+Autograd saves the codes and scales alone, which are stored anyway: of the weight only its matmul with the gradient of
+the output is needed, as it does not train.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class QuantizedLinear(nn.Linear):
         packs: parameter name to the elements of a row of the weight that one of its elements stands for.
         stock_class: of the module that it was: `nn.Linear`, or the Conv1D of `transformers`.
 
-    Shapes: weight_codes uint8 [out, in / codes_per_byte], weight_scales uint8 [out, in / scale_packs]: the bytes of bfloat16,
-        2 in / block, or of float32.
+    Shapes: weight_codes uint8 [out, in / codes_per_byte], weight_scales uint8 [out, in / scale_packs]: the bytes of
+        bfloat16, 2 in / block, or of float32.
     """
 
     form: BlockFormat
@@ -222,7 +222,10 @@ def _class_of(kind: type) -> Any:
 
 def written_weight() -> ModelError:
     """The error of a write into the weight of a quantized linear."""
-    what = "the weight of a quantized linear was written (merging an adapter does it): it is computed from codes, which do not change"
+    what = (
+        "the weight of a quantized linear was written (merging an adapter does it): it is computed from codes, which "
+        "do not change"
+    )
     fix = "merge into weights that are not quantized: on one process dequantize(model), then merge_and_unload(); "
     fix += "of a parallel model save_adapter(), and load the adapter on the unquantized model"
     return ModelError(Problem("quantized-weight", what, fix=fix))

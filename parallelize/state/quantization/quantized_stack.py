@@ -1,8 +1,9 @@
-"""The stacked weights of a mixture's experts as codes and scales: an expert is dequantized where the forward indexes it.
+"""The stacked weights of a mixture's experts as codes and scales: an expert is dequantized where the forward indexes
+it.
 
-The stock forwards of experts compute with `weight[expert]`, one expert after another. What they get is no tensor, and dequantizes in the
-matmul, and in its backward again, as a quantized linear does: at most one expert is dense at a time, and autograd saves codes. Whatever
-else reads such a weight gets the dense tensor, which cannot be written.
+The stock forwards of experts compute with `weight[expert]`, one expert after another. What they get is no tensor, and
+dequantizes in the matmul, and in its backward again, as a quantized linear does: at most one expert is dense at a time,
+and autograd saves codes. Whatever else reads such a weight gets the dense tensor, which cannot be written.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ State = dict[str, Any]  # states of the generators: "torch", "python", and "cuda
 
 
 def random_state() -> State:
-    """The states of this rank's generators: torch's of the CPU and the current CUDA device, Python's, and NumPy's if it is imported.
+    """The states of this rank's generators: torch's of the CPU and the current CUDA device, Python's, and NumPy's if it
+    is imported.
 
     Returns: "torch", "python", "cuda", "numpy" to a state. `torch.save` and `Checkpointer(user=...)` take it.
     """
@@ -33,7 +34,8 @@ def random_state() -> State:
 
 
 def set_random_state(state: State) -> None:
-    """Set the generators to the states that `random_state` returned. Those that `state` does not have are left as they are.
+    """Set the generators to the states that `random_state` returned. Those that `state` does not have are left as they
+    are.
 
     Args:
         state: what `random_state` returned, here or on another rank.
@@ -109,7 +111,8 @@ def _numpy_state(state: Any) -> tuple[Any, ...]:
 
 
 def synchronize_random_state(group: DeviceMesh | dist.ProcessGroup, source: int = 0) -> State:
-    """Let the generators of all ranks of a group continue from the state of one of them. Call it on every rank of the group.
+    """Let the generators of all ranks of a group continue from the state of one of them. Call it on every rank of the
+    group.
 
     Args:
         group: a 1-D mesh, such as `mesh["tp"]`, or a process group: `axis_group(mesh, "dp", "tp")`.

@@ -5,9 +5,9 @@
     with streams("augment"):
         image = flip(image) if random.random() < 0.5 else image
 
-Inside the context, torch's CPU and CUDA generators, Python's `random` and NumPy's generator (if NumPy is imported) have the
-stream's state; outside, their previous state. The seed of a stream comes from (seed, name, this rank's indices along the axes
-over which it differs), so ranks agree along all other axes. The state of a stream is small.
+Inside the context, torch's CPU and CUDA generators, Python's `random` and NumPy's generator (if NumPy is imported) have
+the stream's state; outside, their previous state. The seed of a stream comes from (seed, name, this rank's indices
+along the axes over which it differs), so ranks agree along all other axes. The state of a stream is small.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from parallelize.state.randomness.generators import State, check_state, continue
 
 
 class Streams(Mapping[str, State]):
-    """Random streams by name: a mapping of the declared names to the states in which they continue, as `random_state` gives them.
+    """Random streams by name: a mapping of the declared names to the states in which they continue, as `random_state`
+    gives them.
 
     `streams[name] = state` lets a stream continue from a state of this rank; ranks that must agree assign equal states.
 
@@ -77,7 +78,8 @@ class Streams(Mapping[str, State]):
         return iter(self._over)
 
     def __getitem__(self, name: str) -> State:
-        """The state in which a stream continues; inside it, that of the generators now. Raises: ModelError `unknown-stream`."""
+        """The state in which a stream continues; inside it, that of the generators now. Raises: ModelError
+        `unknown-stream`."""
         self._check_declared(name)
         if self._open and self._open[-1] == name:
             return random_state()
@@ -160,13 +162,14 @@ class Streams(Mapping[str, State]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict()`.
 
-        A stream whose saved indices are not this rank's (another mesh, or another rank's file) starts again from its seed.
+        A stream whose saved indices are not this rank's (another mesh, or another rank's file) starts again from its
+        seed.
 
         Args:
             state: the dict that `state_dict()` returned. Its seed and streams replace those of this object.
 
-        Raises: ModelError `stream-open` inside a stream, `not-a-random-state`; MeshError `unknown-axis` if a saved stream differs
-            over an axis that the mesh does not have. Nothing is changed then.
+        Raises: ModelError `stream-open` inside a stream, `not-a-random-state`; MeshError `unknown-axis` if a saved
+            stream differs over an axis that the mesh does not have. Nothing is changed then.
         """
         self.check_closed()
         loaded = Streams(int(state["seed"]), self.mesh)

@@ -1,4 +1,5 @@
-"""The trace that `parallelize_module` makes by itself, where it takes seconds at most: on a copy of the model without values.
+"""The trace that `parallelize_module` makes by itself, where it takes seconds at most: on a copy of the model without
+values.
 
 Every rank traces, on the same shapes, so that all of them come to the same result.
 """
@@ -45,12 +46,14 @@ _lock = threading.Lock()  # ranks may be threads, and operations of meta tensors
 def check_by_trace(
     module: nn.Module, resolved: ResolvedPlan, trace: bool | None, inputs: Mapping[str, Any] | None = None
 ) -> None:
-    """Follow the dims of a plan through a forward of the stock model, once for each class, config and plan of this process.
+    """Follow the dims of a plan through a forward of the stock model, once for each class, config and plan of this
+    process.
 
     Args:
         module: before it is changed. resolved: its plan.
         inputs: of its forward; None: by the model.
-        trace: None: where it is quick, and the inputs of the model are known; True: or it is an error; False: not at all.
+        trace: None: where it is quick, and the inputs of the model are known; True: or it is an error; False: not at
+            all.
 
     Raises: PlanError with the mistakes of the plan; with trace=True ModelError `untraceable-model`.
     """
@@ -112,7 +115,8 @@ def _traced(module: nn.Module, resolved: ResolvedPlan, is_quick: bool, inputs: M
 def trace_copy(
     module: nn.Module, resolved: ResolvedPlan, seconds: float | None = None, inputs: Mapping[str, Any] | None = None
 ) -> PlanTrace:
-    """Trace a copy of a module without values. seconds: of processor time, after which it is given up. inputs: of its forward; None: by the model.
+    """Trace a copy of a module without values. seconds: of processor time, after which it is given up. inputs: of its
+    forward; None: by the model.
 
     Raises: ModelError `unknown-inputs`; TimeoutError; what the forward raises.
     """

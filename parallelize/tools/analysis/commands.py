@@ -202,7 +202,8 @@ def _is_unchecked(problem: Problem) -> bool:
 
 
 def _lint_plan(name: str | None, options: argparse.Namespace) -> tuple[list[tuple[str, Problem]], Plan | None]:
-    """(severity, problem) of one plan: of the file and, where the options name a model, of the file against the model."""
+    """(severity, problem) of one plan: of the file and, where the options name a model, of the file against the
+    model."""
     plan = None
     try:
         plan = load_plan(name) if name is not None else None
@@ -219,7 +220,8 @@ def _lint_plan(name: str | None, options: argparse.Namespace) -> tuple[list[tupl
 
 
 def _lint_mesh(plan: Plan | None, options: argparse.Namespace) -> MeshSpec:
-    """The mesh that is given, or one of two or three ranks. Raises: MeshError `bad-mesh`; what `default_mesh` raises."""
+    """The mesh that is given, or one of two or three ranks. Raises: MeshError `bad-mesh`; what `default_mesh`
+    raises."""
     from parallelize.plan.models.model_source import parse_overrides, read_model
     from parallelize.tools.analysis.default_mesh import default_mesh
 
@@ -229,7 +231,8 @@ def _lint_mesh(plan: Plan | None, options: argparse.Namespace) -> MeshSpec:
 
 
 def _wrong_on_mesh(plan: Plan | None, options: argparse.Namespace) -> list[Problem]:
-    """What needs no model: the options on the mesh that is given. Raises: MeshError `bad-mesh`; ModelError `bad-option`."""
+    """What needs no model: the options on the mesh that is given. Raises: MeshError `bad-mesh`; ModelError
+    `bad-option`."""
     if options.mesh is None:
         return []
     mesh, defaults = MeshSpec.parse(options.mesh), plan.options if plan is not None else None
@@ -366,5 +369,8 @@ def _fitted_lines(fitted: Fitted, model: str, options: argparse.Namespace) -> Se
         "with sequence and loss parallelism over tp"
     )
     reasons = [f"  {rejected.count:>4}  {rejected.reason} (such as {rejected.example})" for rejected in fitted.rejected]
-    note = "step: everything is overlapped that can be; sequential: nothing is. `parallelize explain` shows each in detail."
+    note = (
+        "step: everything is overlapped that can be; sequential: nothing is. `parallelize explain` shows each in "
+        "detail."
+    )
     return [title, limits, "", *table(head, rows), "", note, "", "not shown:", *reasons]

@@ -48,24 +48,24 @@ def explain(
     """Predict memory, messages and time of a training step on a mesh of any size, without running it.
 
     Args:
-        model: a config.json or its folder, a model type of `transformers`, a published size such as "llama-3-8b", a string
-            "package.module:function", a `ModelSource`, or a function that builds the module.
+        model: a config.json or its folder, a model type of `transformers`, a published size such as "llama-3-8b", a
+            string "package.module:function", a `ModelSource`, or a function that builds the module.
         plan: as `parallelize_module` takes it; None: the plan of the model's family.
         mesh: sizes of the axes, such as "pp=2,dp=4,tp=8", or a `MeshSpec`.
         hardware: the name of a shipped profile (h100-sxm, h200, a100, cpu), a YAML file of that form, or a `Machine`.
         every_layer: run each layer, rather than a few of each class of equal layers. The figures are the same.
-        options: fields of `Options`, as `parallelize_model` takes them, and of `Setting`: `batch` (sequences per data rank
-            and step), `sequence` (tokens of a sequence), `weights_dtype`, `optimizer`, `offload_state`,
+        options: fields of `Options`, as `parallelize_model` takes them, and of `Setting`: `batch` (sequences per data
+            rank and step), `sequence` (tokens of a sequence), `weights_dtype`, `optimizer`, `offload_state`,
             `transport`.
 
     Returns:
         Bytes and counts, which are exact or have the bounds of docs/check-before-launch.md, and estimated times.
 
     Raises:
-        ParallelizeError: for mistakes that a run would report: of the options (`unknown-option`, `bad-option`), the mesh
-            (`unknown-axis`, `axis-order`, `no-data-axis`), the plan (`unmatched-rule`, `uneven-heads`, ...) or stages
-            (`more-stages-than-layers`). Also `unknown-hardware`, `bad-hardware`; `cannot-record` where the forward reads
-            values; `process-group-taken` where the process has a process group.
+        ParallelizeError: for mistakes that a run would report: of the options (`unknown-option`, `bad-option`), the
+            mesh (`unknown-axis`, `axis-order`, `no-data-axis`), the plan (`unmatched-rule`, `uneven-heads`, ...) or
+            stages (`more-stages-than-layers`). Also `unknown-hardware`, `bad-hardware`; `cannot-record` where the
+            forward reads values; `process-group-taken` where the process has a process group.
 
     Cost:
         No communication: one process, tensors without values.
@@ -110,7 +110,8 @@ def explain_subject(
 
 
 def _peak_activation_bytes(subject: Subject, setting: Setting, recompute: str) -> int:
-    """Of the first pp rank, with that value of `recompute`; 0 where the model has no units to recompute, or gives them a cache."""
+    """Of the first pp rank, with that value of `recompute`; 0 where the model has no units to recompute, or gives them
+    a cache."""
     setting = replace(setting, recompute=recompute)
     try:
         return memory_of(subject.rank_step(setting, setting.pipeline(), 0)).activations
@@ -123,7 +124,8 @@ def _peak_activation_bytes(subject: Subject, setting: Setting, recompute: str) -
 def worst_routing(
     subject: Subject, setting: Setting, steps: Sequence[RankStep], memories: Sequence[RankMemory]
 ) -> WorstRouting | None:
-    """What one rank of `ep` costs if it gets all tokens, of the analyzed pp rank where that takes most memory; None without `ep`.
+    """What one rank of `ep` costs if it gets all tokens, of the analyzed pp rank where that takes most memory; None
+    without `ep`.
 
     steps, memories: of the analyzed pp ranks, where tokens are divided evenly.
     """
@@ -266,16 +268,30 @@ def _totals(messages: Sequence[tuple[Message, int]], setting: Setting, machine: 
 def _assumptions(setting: Setting, every_layer: bool, gathered: dict[str, int]) -> Iterable[str]:
     """gathered: modules that every rank of `cp` runs on the full sequence, as `gathered_modules` has them."""
     yield "bytes and counts are those of the code that runs; times are estimates from the hardware profile's constants"
-    yield "attention is a fused (flash) kernel: it saves query, key, value, output and one number per token and head, not the scores"
+    yield (
+        "attention is a fused (flash) kernel: it saves query, key, value, output and one number per token and head, "
+        "not the scores"
+    )
     yield "memory is that of tensors; allocators add fragmentation, and a CUDA context and NCCL take 1 to 2 GB more"
-    yield "each op takes the longer of its compute and its memory traffic; sequential: nothing is hidden; overlapped: everything that can be"
-    yield "model FLOPs are three times those of the unsharded forward's matmuls; causal attention counts half; recompute does not count"
+    yield (
+        "each op takes the longer of its compute and its memory traffic; sequential: nothing is hidden; overlapped: "
+        "everything that can be"
+    )
+    yield (
+        "model FLOPs are three times those of the unsharded forward's matmuls; causal attention counts half; recompute "
+        "does not count"
+    )
     yield "one step is forward, backward and optimizer; clipping adds scalars; evaluation and data loading are left out"
     if gathered:
         names = ", ".join(f"{name} (x{count})" for name, count in gathered.items())
-        yield f"every rank of cp computes {names} for the full sequence and stores its activations: cp does not divide that work, which is counted"
+        yield (
+            f"every rank of cp computes {names} for the full sequence and stores its activations: cp does not divide "
+            "that work, which is counted"
+        )
     if setting.zero == 3 and setting.size("pp") > 1:
-        yield "ZeRO 3 gathers each unit twice per microbatch; with several stages on a rank some are gathered more often"
+        yield (
+            "ZeRO 3 gathers each unit twice per microbatch; with several stages on a rank some are gathered more often"
+        )
     if setting.offload_state:
         yield "optimizer state is in host memory; during a step some parameters' is on the device, which is left out"
     if setting.overlap != "off":

@@ -1,4 +1,5 @@
-"""What `lint` and `explain` find in a model: by following the dims of a plan through one forward, over `cp`, and in its experts."""
+"""What `lint` and `explain` find in a model: by following the dims of a plan through one forward, over `cp`, and in its
+experts."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from parallelize.tools.analysis.record.attention_model import forwards_on_meta
 
 
 def dims_findings(model: nn.Module, inputs: Mapping[str, Any], resolved: ResolvedPlan) -> Iterator[tuple[str, Problem]]:
-    """(severity, problem): operations that need all of what the plan shards, and parameters that meet others than it shards.
+    """(severity, problem): operations that need all of what the plan shards, and parameters that meet others than it
+    shards.
 
     Args:
         model: on the meta device; layers that equal others may be left out. inputs: keyword arguments of its forward.
@@ -53,8 +55,14 @@ def gathered_over_cp(resolved: ResolvedPlan) -> Iterator[Problem]:
     """`gathered-over-cp`, once for each name."""
     cp = resolved.mesh.ranks("cp")
     for name, count in gathered_modules(resolved).items():
-        what = f"each of {cp} ranks of cp computes {name} ({count} modules) for all tokens, and stores its activations of the full sequence"
-        fix = "correct, but cp does not divide these modules; recompute=full stores them for one layer at a time, and tp divides them"
+        what = (
+            f"each of {cp} ranks of cp computes {name} ({count} modules) for all tokens, and stores its activations of "
+            "the full sequence"
+        )
+        fix = (
+            "correct, but cp does not divide these modules; recompute=full stores them for one layer at a time, and tp "
+            "divides them"
+        )
         yield Problem("gathered-over-cp", what, resolved.plan.source, fix=fix)
 
 
@@ -75,5 +83,8 @@ def padded_experts(resolved: ResolvedPlan, itemsize: int) -> Iterator[Problem]:
             reported.add(name)
             listed = ", ".join(f"{width} x {itemsize} bytes" for width in widths)
             what = f"rows of a rank's part of {name} have {listed}: grouped matmuls take multiples of 16 bytes"
-            fix = f"correct, but weights are copied to be padded; a width that is a multiple of {16 // itemsize} on each rank"
+            fix = (
+                f"correct, but weights are copied to be padded; a width that is a multiple of {16 // itemsize} on each "
+                "rank"
+            )
             yield Problem("padded-experts", what, row.rule.where, fix=fix)

@@ -1,8 +1,8 @@
 """`fit`: searches the meshes and options that train a model fastest on N devices, with reasons for what it rejects.
 
-Settings are ranked by steps of fewer microbatches: beyond those that fill the pipeline, each one adds the same time. Those that are
-shown are computed like `explain` computes a setting. The search does not vary the global batch, the sequence length
-and the dtype.
+Settings are ranked by steps of fewer microbatches: beyond those that fill the pipeline, each one adds the same time.
+Those that are shown are computed like `explain` computes a setting. The search does not vary the global batch, the
+sequence length and the dtype.
 """
 
 from __future__ import annotations
@@ -220,7 +220,8 @@ def _num_experts(subject: Subject, setting: Setting) -> int:
 
 
 def _foldings(mesh: MeshSpec, experts: int, etp: int, node_ranks: int) -> tuple[int, ...]:
-    """Values of `ep` that are tried: the smallest, the largest within a node, the largest of all. Each divides the experts."""
+    """Values of `ep` that are tried: the smallest, the largest within a node, the largest of all. Each divides the
+    experts."""
     folding = [ranks // etp for ranks in possible_expert_ranks(mesh) if ranks % etp == 0]
     possible = [ep for ep in folding if ep == 1 or (experts and experts % ep == 0)]
     within = [ep for ep in possible if ep * etp <= node_ranks]
@@ -332,6 +333,6 @@ def _try(
 
 
 def _resident_bytes(subject: Subject, setting: Setting) -> int:
-    """Bytes that the first pp rank stores over the step. They are known without a recording, which alone tells what parameters get
-    no gradient: the optimizer state of those is counted too."""
+    """Bytes that the first pp rank stores over the step. They are known without a recording, which alone tells what
+    parameters get no gradient: the optimizer state of those is counted too."""
     return sum(stored_bytes(subject.shards(setting, 0), setting, subject.matrix_parameters(setting, 0)))

@@ -1,8 +1,8 @@
 """`lint`: what can be known about a plan, a model and a mesh without running them on values.
 
-Three layers of checks: the file alone; the file against the model's names and shapes and the mesh; and the planned forward on
-tensors without values against the unsharded forward. The last one shows layouts that do not match and modules that see only a
-part of the data.
+Three layers of checks: the file alone; the file against the model's names and shapes and the mesh; and the planned
+forward on tensors without values against the unsharded forward. The last one shows layouts that do not match and
+modules that see only a part of the data.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Finding:
     """A mistake that `lint` found.
 
     Attributes:
-        severity: "error": the plan would be refused, fail, or compute other numbers; "warning": correct but expensive, or
-            possibly unintended.
+        severity: "error": the plan would be refused, fail, or compute other numbers; "warning": correct but expensive,
+            or possibly unintended.
         problem: its slug, place in the plan's file, text and fix.
     """
 
@@ -55,20 +55,20 @@ def lint(
     """Check a plan for a model and a mesh. Nothing runs on values, and no device is needed.
 
     Args:
-        model: a config.json or its folder, a model type of `transformers`, a published size such as "llama-3-8b", a string
-            "package.module:function", a `ModelSource`, or a function that builds the module.
+        model: a config.json or its folder, a model type of `transformers`, a published size such as "llama-3-8b", a
+            string "package.module:function", a `ModelSource`, or a function that builds the module.
         plan: as `parallelize_module` takes it; None: the plan of the model's family.
         mesh: sizes of the axes, such as "pp=2,dp=4,tp=8", or a `MeshSpec`.
         world_size: the number of processes of the job, which the mesh must match; None: not checked.
-        options: fields of `Setting`. Without `sequence_parallel` and `loss_parallel`, every mode that the plan serves is
-            checked.
+        options: fields of `Setting`. Without `sequence_parallel` and `loss_parallel`, every mode that the plan serves
+            is checked.
 
     Returns:
         Findings, errors first; empty for a plan without mistakes.
 
     Raises:
-        MeshError: `bad-mesh`. ModelError: `unknown-option`, `bad-option`, or that the model cannot be read. All other mistakes
-            are findings.
+        MeshError: `bad-mesh`. ModelError: `unknown-option`, `bad-option`, or that the model cannot be read. All other
+            mistakes are findings.
 
     Cost:
         No communication: one process, tensors without values.
@@ -144,8 +144,14 @@ def _uneven(resolved: ResolvedPlan) -> Iterator[Finding]:
         name = generic(row.fqn)
         if min(sizes) != max(sizes) and name not in reported:
             reported.add(name)
-            what = f"dim {row.layout.dim} of {name} ({list(row.layout.shape)}) gives shards of {max(sizes)} to {min(sizes)}"
-            fix = "correct, but ranks wait for the one with the largest shard; pad the size to a multiple of tp where that matters"
+            what = (
+                f"dim {row.layout.dim} of {name} ({list(row.layout.shape)}) gives shards of {max(sizes)} to "
+                f"{min(sizes)}"
+            )
+            fix = (
+                "correct, but ranks wait for the one with the largest shard; pad the size to a multiple of tp where "
+                "that matters"
+            )
             yield Finding("warning", Problem("uneven-shards", what, row.rule.where, fix=fix))
 
 
@@ -202,8 +208,8 @@ def _forward_findings(subject: Subject, setting: Setting, resolved: ResolvedPlan
 
 
 def _refused_operation(subject: Subject, setting: Setting, resolved: ResolvedPlan, failed: Problem) -> list[Finding]:
-    """A forward that is refused for an operation, as the trace says it: with the module's name and the rule, and with parameters that
-    were left full."""
+    """A forward that is refused for an operation, as the trace says it: with the module's name and the rule, and with
+    parameters that were left full."""
     if setting.ep > 1:
         return [Finding("error", failed)]
     traced = [Finding(*found) for found in dims_findings(*built(subject, setting), resolved)]
@@ -272,15 +278,18 @@ def _failed(forwards: _Forwards) -> Problem:
     if row is not None:
         rows.append(("rule", f"{row.rule.pattern}: {row.rule.style}"))
     rows += list(_suspects(forwards))
-    fix = "give neighbors styles that match: `colwise` into `rowwise` with the same sizes, `gather` before, local head counts"
+    fix = (
+        "give neighbors styles that match: `colwise` into `rowwise` with the same sizes, `gather` before, local head "
+        "counts"
+    )
     fix = advice or fix
     name = generic(module) or "the model itself"
     return Problem("layouts-do-not-meet", f"the forward of {name} cannot run on shards", where, tuple(rows), fix)
 
 
 def _suspects(forwards: _Forwards) -> Iterator[tuple[str, str]]:
-    """Likely causes of a failure: linears, called since the last `rowwise` one, whose output is full or whose input is a part
-    of the sequence."""
+    """Likely causes of a failure: linears, called since the last `rowwise` one, whose output is full or whose input is
+    a part of the sequence."""
     planned, resolved = forwards.planned, forwards.resolved
     matrices = {name for row in resolved.parameters.values() if len(row.layout.shape) == 2 for name in row.fact.names}
     recent: list[str] = []
@@ -329,8 +338,8 @@ def _misread(forwards: _Forwards) -> Iterator[Problem]:
     """The innermost module that misreads a shape: its outputs are not shards of the unsharded ones, but its inputs are.
 
     A view that takes a local size for another one makes an output longer, or changes several of its dims. Modules that
-    contain the misreading one, or that get its output, also have wrong outputs. So modules are visited in the order in which
-    they return, and those whose inputs are wrong already are considered only if there is no other.
+    contain the misreading one, or that get its output, also have wrong outputs. So modules are visited in the order in
+    which they return, and those whose inputs are wrong already are considered only if there is no other.
     """
     candidates: list[tuple[str, Shape, Shape]] = []
     for name, call in forwards.planned.innermost_first():

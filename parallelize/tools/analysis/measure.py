@@ -43,8 +43,8 @@ def measure_time(
 
 
 def model_flops(subject: Subject, setting: Setting) -> float:
-    """Operations for one step's tokens: three times those of the unsharded model's forward matmuls, without recompute, and of
-    experts those that tokens chose.
+    """Operations for one step's tokens: three times those of the unsharded model's forward matmuls, without recompute,
+    and of experts those that tokens chose.
 
     Source: PaLM, arXiv:2204.02311, app. B (here causal attention counts half, as fused kernels compute it).
     """
@@ -68,7 +68,8 @@ def model_flops(subject: Subject, setting: Setting) -> float:
 
 
 def _of_unchosen(subject: Subject, setting: Setting) -> float:
-    """Operations of one sequence's forward on rows of zeros: of experts that a token did not choose, where a stock block calls all."""
+    """Operations of one sequence's forward on rows of zeros: of experts that a token did not choose, where a stock
+    block calls all."""
     model, total = subject.model(setting.weights_dtype), 0.0
     for experts in scaled_experts_of(model):
         unchosen = 1 - num_choices(model, experts.fqn) / experts.num_experts

@@ -1,7 +1,7 @@
 """A model, its plan and a setting, resolved: what explaining, comparing, linting and fitting have in common.
 
-The model is on the meta device, and the plan is resolved by arithmetic. One microbatch is recorded for each tp and cp size and
-set of modes. Meshes that differ only in other axes share the recording.
+The model is on the meta device, and the plan is resolved by arithmetic. One microbatch is recorded for each tp and cp
+size and set of modes. Meshes that differ only in other axes share the recording.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Subject:
         return self._plans[key]
 
     def complete(self, setting: Setting) -> Setting:
-        """The setting with the plan's defaults, and the package's, for options that it leaves open. Raises: PlanError."""
+        """The setting with the plan's defaults, and the package's, for options that it leaves open. Raises:
+        PlanError."""
         plan = plan_or_none(self.model(setting.weights_dtype).root, self.plan, setting.mesh.ranks("tp"))
         return setting.complete(plan.options if plan is not None else None)
 
@@ -120,7 +121,8 @@ class Subject:
     ) -> MicrobatchTrace:
         """One microbatch of the model under the setting's tp and cp sizes and modes. to_one_rank: see `record`.
 
-        Raises: ParallelizeError of the plan; ModelError `cannot-record` where the model's forward cannot run on meta tensors.
+        Raises: ParallelizeError of the plan; ModelError `cannot-record` where the model's forward cannot run on meta
+            tensors.
         """
         recorded = Options(**{name: getattr(setting, name) for name in RECORDED_OPTIONS})
         key = (
@@ -190,7 +192,8 @@ class Subject:
     def rank_step(
         self, setting: Setting, schedule: Schedule, pp_rank: int, every_layer: bool = False, to_one_rank: bool = False
     ) -> RankStep:
-        """The step of one pp rank. to_one_rank: of the one that gets all tokens of its group of `ep`, in every layer."""
+        """The step of one pp rank. to_one_rank: of the one that gets all tokens of its group of `ep`, in every
+        layer."""
         splits = self._splits_backward(setting, schedule)
         return RankStep(
             self.trace(setting, every_layer, to_one_rank=to_one_rank),

@@ -1,4 +1,5 @@
-"""What `lint --trace` prints: in each mode, how much of a plan was followed through the forward, and where that ended."""
+"""What `lint --trace` prints: in each mode, how much of a plan was followed through the forward, and where that
+ended."""
 
 from __future__ import annotations
 

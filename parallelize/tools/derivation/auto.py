@@ -1,5 +1,5 @@
-"""What `plan="auto"` gives a model that has no plan, or one of `transformers` that does not hold: one that is derived from it, and proven,
-on each rank alike."""
+"""What `plan="auto"` gives a model that has no plan, or one of `transformers` that does not hold: one that is derived
+from it, and proven, on each rank alike."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _MOST_RANKS = 8  # of a proof, whose ranks are threads
 def derived_plan(model: nn.Module, tp: int) -> Plan:
     """The plan. Each rank derives it, from the same random numbers; the first rank logs what was proven.
 
-    tp: the ranks that it is for. A model of one's own, which is not scaled, is proven on as many: what they do not divide is left whole.
+    tp: the ranks that it is for. A model of one's own, which is not scaled, is proven on as many: what they do not
+    divide is left whole.
 
     Raises: as `derive_plan`.
     """
@@ -47,9 +48,11 @@ def derived_plan(model: nn.Module, tp: int) -> Plan:
 
 
 def better_plan(model: nn.Module, translated: Plan, tp: int) -> Plan:
-    """The plan of `transformers`, or the derived one: where the first is not proven on a small model, or leaves more of it whole.
+    """The plan of `transformers`, or the derived one: where the first is not proven on a small model, or leaves more of
+    it whole.
 
-    tp: as in `derived_plan`. Where no plan can be derived, the model keeps its own, which is refused where it is applied if it does not fit.
+    tp: as in `derived_plan`. Where no plan can be derived, the model keeps its own, which is refused where it is
+    applied if it does not fit.
     """
     source = source_of_instance(model)
     if not isinstance(source, ModelSource):

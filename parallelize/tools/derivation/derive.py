@@ -1,4 +1,5 @@
-"""`derive_plan`: a plan for a model that nobody wrote one for, from its own forward, proven equal before it is handed over."""
+"""`derive_plan`: a plan for a model that nobody wrote one for, from its own forward, proven equal before it is handed
+over."""
 
 from __future__ import annotations
 
@@ -79,8 +80,9 @@ def derive_plan(
     """Derive a plan from one recorded forward of the model, and prove it on ranks in this process.
 
     Args:
-        model: a config or its folder, a model type of `transformers`, a published size, `package.module:function`, a module, or a
-            function that returns one. A config is scaled down and keeps its structure; other models are run as they are.
+        model: a config or its folder, a model type of `transformers`, a published size, `package.module:function`, a
+            module, or a function that returns one. A config is scaled down and keeps its structure; other models are
+            run as they are.
         example_inputs: keyword arguments of the forward, or positional ones. None: by the model's main input.
         overrides: fields of the config, or keyword arguments of the function.
         tp: the number of ranks of the proof, at least 2.
@@ -88,10 +90,11 @@ def derive_plan(
         tell: called with a line of text before each step.
 
     Returns: the plan with its file. Linears that cannot be proven are left whole, with the reason.
-    Raises: ModelError `unknown-inputs`, `untraceable-model`, `too-large-to-run`, `nothing-to-shard`, and, of the unsharded model,
-        `reference-failed`, `not-finite`, `not-deterministic`; MeshError `bad-mesh`; what reading the model raises.
-    Cost: a forward, and a few training steps of the scaled model on the CPU. Random numbers are those of a seed of its own, so that
-        all ranks of a job derive the same plan, and the caller's generator is left alone.
+    Raises: ModelError `unknown-inputs`, `untraceable-model`, `too-large-to-run`, `nothing-to-shard`, and, of the
+        unsharded model, `reference-failed`, `not-finite`, `not-deterministic`; MeshError `bad-mesh`; what reading the
+        model raises.
+    Cost: a forward, and a few training steps of the scaled model on the CPU. Random numbers are those of a seed of its
+        own, so that all ranks of a job derive the same plan, and the caller's generator is left alone.
     """
     if tp < 2:
         raise MeshError(
@@ -210,7 +213,8 @@ class _Derivation:
         return replace(self._restyled(draft, styles), regions=[region.section for region in regions])
 
     def _restyled(self, draft: Draft, styles: Mapping[str, str]) -> Draft:
-        """The draft with these styles too. Of linears of no pair, it knows which are gathered now, and which are whole."""
+        """The draft with these styles too. Of linears of no pair, it knows which are gathered now, and which are
+        whole."""
         alone = {**draft.whole, **draft.gathered}
         styles = {**draft.styles, **styles}
         gathered = {name: reason for name, reason in alone.items() if styles.get(name) == STYLE}
@@ -224,7 +228,8 @@ class _Derivation:
         return Drafting(self.model, self.classes, self.choice, self.fields, logits, self.banned, self.tp).run()
 
     def _prove_both(self, draft: Draft) -> Proof:
-        """Also in evaluation, where a forward may read other attributes that become local. What is added to a draft makes none local."""
+        """Also in evaluation, where a forward may read other attributes that become local. What is added to a draft
+        makes none local."""
         proof = self._prove(draft)
         again = prove_in_evaluation(self.source, self._plan_of(draft), self.tp) if proof.ok and draft.local else None
         if again is None or again.ok:
@@ -283,7 +288,8 @@ class _Derivation:
 
 
 def _in_each(texts: list[str]) -> str:
-    """The line that says what was raised, where that of several failures is the same, wherever it was seen; empty: they differ."""
+    """The line that says what was raised, where that of several failures is the same, wherever it was seen; empty: they
+    differ."""
     raised = [re.search(r"^ +what +(\w+: .*?)(?:; seen at .*)?$", text, re.MULTILINE) for text in texts]
     whats = {match[1] for match in raised if match}
     return whats.pop() if len(texts) > 1 and all(raised) and len(whats) == 1 else ""
@@ -327,7 +333,8 @@ def _share(model: nn.Module, draft: Draft) -> float:
 
 
 def _suspects(proof: Proof, choice: Choice) -> set[str]:
-    """The linears of the block that a failed proof names, in every layer alike; of a text that names several, of the first that has some."""
+    """The linears of the block that a failed proof names, in every layer alike; of a text that names several, of the
+    first that has some."""
     linears = {name for candidate in choice.candidates for name in candidate.linears}
     if proof.module:
         return _linears_near(generic(proof.module), linears)
@@ -364,7 +371,8 @@ def _linears_near(block: str, linears: set[str], within: str = "", widest: bool 
 
 
 def with_advice(model: nn.Module, whole: Mapping[str, str]) -> dict[str, str]:
-    """The reasons by linear, with the line and the edit where the forward around a linear takes the width of a head from its input."""
+    """The reasons by linear, with the line and the edit where the forward around a linear takes the width of a head
+    from its input."""
     return {name: _advised(model, name, reason) for name, reason in whole.items()}
 
 

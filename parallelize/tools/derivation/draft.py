@@ -112,7 +112,8 @@ class Drafting:
     def _has_names(self, candidate: ShardableFactor) -> bool:
         """Whether the counts of a factor are fields of the config: a number would be that of the small model.
 
-        The groups of a norm may be a number, as in code that always makes 32: another model's are compared with it where it is applied.
+        The groups of a norm may be a number, as in code that always makes 32: another model's are compared with it
+        where it is applied.
         """
         counts = {self._count(candidate, part) for part in self._parts(candidate)}
         known = {*self.fields.values(), *(norm.num_groups for norm in self._group_norms(candidate))}
@@ -135,7 +136,7 @@ class Drafting:
         owners = (self.classes.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
         return any(is_grouped(owner) and not is_depthwise(owner) for owner in owners)
 
-    # -- linears ----------------------------------------------------------------------------------------------------------
+    # -- linears -------------------------------------------------------------------------------------------------------
 
     def _shard(self, candidate: ShardableFactor) -> None:
         self.unit = "groups" if self._group_norms(candidate) else "heads"
@@ -230,7 +231,7 @@ class Drafting:
             count *= factor.size
         return count
 
-    # -- sizes ------------------------------------------------------------------------------------------------------------
+    # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def _size_name(self, count: int) -> str:
         for name, source in self.draft.sizes.items():
@@ -252,7 +253,7 @@ class Drafting:
         names.sort(key=lambda name: (name not in _HEAD_FIELDS, "head" not in name, name))
         return names[0] if names else count
 
-    # -- attributes -------------------------------------------------------------------------------------------------------
+    # -- attributes ----------------------------------------------------------------------------------------------------
 
     def _runs(self, candidate: ShardableFactor) -> dict[tuple[str, str], tuple[Factor, ...]]:
         """The attributes that follow this factor, by module, and the factors whose product each is."""
@@ -301,7 +302,8 @@ class Drafting:
         return f"{self._size_name(kv_heads * size_of(run))}/{self._size_name(kv_heads)}"
 
     def _spread_local(self) -> None:
-        """Attributes that some layers read, in all layers of the same styles: other inputs, and larger models, read them too."""
+        """Attributes that some layers read, in all layers of the same styles: other inputs, and larger models, read
+        them too."""
         first: dict[tuple[str, str, str], str] = {}  # the size tells stages apart, whose heads are of different fields
         for name, sizes in self.draft.local.items():
             for attribute, size in sizes.items():
@@ -344,10 +346,11 @@ class Drafting:
                 heads = self._size_name(module.num_heads)
                 self.draft.styles[name], self.draft.styles[out] = f"multihead({heads})", f"rowwise({heads})"
 
-    # -- state-space mixers -----------------------------------------------------------------------------------------------
+    # -- state-space mixers --------------------------------------------------------------------------------------------
 
     def _is_gated_norm(self, module: str) -> bool:
-        """Whether a module is the norm of a gated output by groups, which a style computes also where a group is on several ranks."""
+        """Whether a module is the norm of a gated output by groups, which a style computes also where a group is on
+        several ranks."""
         if module not in self.classes.norms:
             return False
         with suppress(Exception):  # a norm of one input, or with arguments of other names
@@ -378,7 +381,8 @@ class Drafting:
         return bool(size % self.tp if size >= self.tp else fewest % self.tp and not self._may_share_units(candidate))
 
     def _may_share_units(self, candidate: ShardableFactor) -> bool:
-        """Whether a rank may have a part of the units that share one of a factor, as query heads do a key/value head: nothing mixes them."""
+        """Whether a rank may have a part of the units that share one of a factor, as query heads do a key/value head:
+        nothing mixes them."""
         parts = self._parts(candidate)
         counts = {self._count(candidate, part) for part in parts}
         # so that it is proven
@@ -402,8 +406,9 @@ class Drafting:
             self.draft.styles[block] = style
 
     def _beside_shards(self) -> Iterator[str]:
-        """Modules with parameters of which a plan has to say that each rank has all of their gradient: they might work on features, and
-        stand beside linears that are sharded. Where some of their parameters are sharded by themselves, the others."""
+        """Modules with parameters of which a plan has to say that each rank has all of their gradient: they might work
+        on features, and stand beside linears that are sharded. Where some of their parameters are sharded by
+        themselves, the others."""
         styles = self.draft.styles
         parents = [
             {name.rpartition(".")[0] for name, style in styles.items() if style.startswith(word)}
@@ -418,7 +423,8 @@ class Drafting:
 
 
 def _name_of_size(source: str) -> str:
-    """The last part of a field's name; `heads` for heads, and `heads_2` for those of stage 2, of a field that lists stages."""
+    """The last part of a field's name; `heads` for heads, and `heads_2` for those of stage 2, of a field that lists
+    stages."""
     last = source.rpartition(".")[2]
     if "head" not in source:
         return last

@@ -1,7 +1,8 @@
 """Linears that no pair takes, sharded by themselves: column linears whose output is gathered.
 
-A pair of a column and a row linear sends one sum for two matmuls, and what is between them stays sharded. A linear of which something
-needs all of the output costs a collective of its own. So pairs come first, and this is for models of which they shard little.
+A pair of a column and a row linear sends one sum for two matmuls, and what is between them stays sharded. A linear of
+which something needs all of the output costs a collective of its own. So pairs come first, and this is for models of
+which they shard little.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _LEAST_FEATURES = 8
 
 
 def layer_share(model: nn.Module, styles: Mapping[str, str]) -> float:
-    """Of the elements of parameters in layers, those that are sharded; of all parameters, where the model has no layers."""
+    """Of the elements of parameters in layers, those that are sharded; of all parameters, where the model has no
+    layers."""
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     inside = {name: size for name, size in elements.items() if is_in_layer(name, model)} or elements
     sharded = sum(size for name, size in inside.items() if is_sharded(name, styles))
@@ -85,7 +87,8 @@ def _with_parents(name: str) -> Iterator[str]:
 
 
 def _is_alone(classes: Classes, name: str) -> bool:
-    """Whether a linear's own forward multiplies by its weight, nothing else reads that, and no operation inside needs all of the output."""
+    """Whether a linear's own forward multiplies by its weight, nothing else reads that, and no operation inside needs
+    all of the output."""
     record, weight = classes.record, f"{name}.weight"
     dims = record.parameters.get(weight)
     if dims is None or list(record.first_names.values()).count(record.first_names[weight]) > 1:
@@ -123,7 +126,8 @@ def other_matrices(classes: Classes, model: nn.Module, styles: Mapping[str, str]
 
 
 def _has_style(name: str, styles: Mapping[str, str]) -> bool:
-    """Whether a parameter has a style, of its own or of its module, or is one of the experts whose module is around its own."""
+    """Whether a parameter has a style, of its own or of its module, or is one of the experts whose module is around its
+    own."""
     parts = name.split(".")
     around = (styles.get(".".join(parts[:end]), "") for end in range(1, len(parts)))
     return bool({name, ".".join(parts[:-1])} & styles.keys()) or any(style.startswith("experts") for style in around)

@@ -63,7 +63,8 @@ def _of_some(pattern: str, members: list[str], styles: Mapping[str, str]) -> dic
 
 
 def _segments(columns: list[list[str]], names: list[list[str]]) -> Iterator[str]:
-    """The values that each segment takes, of those that it has in names whose segments before it are chosen: a stage may have few layers."""
+    """The values that each segment takes, of those that it has in names whose segments before it are chosen: a stage
+    may have few layers."""
     for index, column in enumerate(columns):
         every = {parts[index] for parts in names}
         names = [parts for parts in names if parts[index] in column]
@@ -146,7 +147,8 @@ def _layer_of(pattern: str) -> str:
 
 
 def note_partial(styles: dict[str, str], model: nn.Module, partial: Set[str]) -> None:
-    """Add the rules of the parameters of whose gradient each rank has a part: by their module, if all of its own are such.
+    """Add the rules of the parameters of whose gradient each rank has a part: by their module, if all of its own are
+    such.
 
     styles: so far, by the name of a module or parameter. partial: by name.
     """
@@ -162,7 +164,8 @@ def note_partial(styles: dict[str, str], model: nn.Module, partial: Set[str]) ->
 
 
 def other_parameters(model: nn.Module, styles: Mapping[str, str]) -> list[str]:
-    """The other parameters of modules of which some have rules of their own: the rule of all other modules does not claim them."""
+    """The other parameters of modules of which some have rules of their own: the rule of all other modules does not
+    claim them."""
     others: list[str] = []
     for name, facts in describe(model).modules.items():
         own = [f"{name}.{key}".lstrip(".") for key in facts.shapes]
@@ -192,7 +195,8 @@ def names_of(model: nn.Module) -> list[str]:
 def vocabulary_rules(
     classes: Classes, fields: Mapping[str, int], styles: Mapping[str, str], logits: str
 ) -> dict[str, str]:
-    """Styles by module. fields: of the config. styles: so far. logits: what the head returns, `vocabulary` or `full`."""
+    """Styles by module. fields: of the config. styles: so far. logits: what the head returns, `vocabulary` or
+    `full`."""
     tables = {
         name
         for lookup in classes.record.lookups

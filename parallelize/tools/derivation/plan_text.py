@@ -42,7 +42,8 @@ class Heading:
 
 @dataclass(frozen=True)
 class Sections:
-    """The content of a plan file, by names of modules. `whole`: why linears are not sharded. `gathered`: or not in a pair."""
+    """The content of a plan file, by names of modules. `whole`: why linears are not sharded. `gathered`: or not in a
+    pair."""
 
     styles: Mapping[str, str]
     sizes: Mapping[str, str | int]
@@ -149,7 +150,8 @@ def _section(title: str, of_modules: Mapping[str, Mapping[str, str]], names: Seq
 
 
 def layer_text(model: nn.Module, plan: Plan, tp: int) -> str:
-    """A table for each kind of layer: input, weight and output of its modules. In a weight, `/tp` marks the sharded dim."""
+    """A table for each kind of layer: input, weight and output of its modules. In a weight, `/tp` marks the sharded
+    dim."""
     resolved = _resolved(model, plan, tp, sequence_parallel=False)
     tables = []
     for layer in _layers(resolved):

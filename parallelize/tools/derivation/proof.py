@@ -1,4 +1,5 @@
-"""Proves a derived plan: the outputs, or the loss, and every gradient of a small model on ranks equal the unsharded ones."""
+"""Proves a derived plan: the outputs, or the loss, and every gradient of a small model on ranks equal the unsharded
+ones."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ _NEARLY_RIGHT = 1e-8
 """An error of loss and outputs that a mistake exceeds."""
 
 _ILL_CONDITIONED = 1e-2
-"""Where loss and outputs are nearly right, an error of gradients up to this may be of rounding at large weights, and is tried at smaller ones."""
+"""Where loss and outputs are nearly right, an error of gradients up to this may be of rounding at large weights, and is
+tried at smaller ones."""
 
 _OF_THE_MODEL = {"reference-failed", "not-finite", "not-deterministic"}
 """Of errors of the unsharded model, which no other plan mends."""
@@ -62,7 +64,8 @@ class _Evaluated(ModelSource):
 
 
 def prove_in_evaluation(source: ModelSource, plan: Plan | None, tp: int) -> Proof | None:
-    """The same proof of a model in evaluation mode, whose forward may read other attributes, as `prove` in one mode of the plan.
+    """The same proof of a model in evaluation mode, whose forward may read other attributes, as `prove` in one mode of
+    the plan.
 
     None: the unsharded model cannot be compared with in evaluation, as where it returns other things.
     """
@@ -76,10 +79,11 @@ def prove_in_evaluation(source: ModelSource, plan: Plan | None, tp: int) -> Proo
 def prove(source: ModelSource, plan: Plan | None, tp: int, **options: Any) -> Proof:
     """Compare a training step on `tp` ranks in this process with the unsharded one, in float64.
 
-    Where the difference is larger than the bound and as small as rounding, the step is repeated with other and smaller weights.
-    All of its numbers must then be within the bound. options: of `verify`.
+    Where the difference is larger than the bound and as small as rounding, the step is repeated with other and smaller
+    weights. All of its numbers must then be within the bound. options: of `verify`.
 
-    Raises: ModelError `reference-failed`, `not-finite`, `not-deterministic` where the unsharded model cannot be compared with.
+    Raises: ModelError `reference-failed`, `not-finite`, `not-deterministic` where the unsharded model cannot be
+        compared with.
     """
     for seed, gain in _ATTEMPTS:
         try:
@@ -112,7 +116,8 @@ def _may_be_rounding(result: Verification) -> bool:
 
 
 def provable(source: ModelSource, model: nn.Module, example: Mapping[str, Any] | tuple[Any, ...]) -> ModelSource:
-    """The source with inputs and a loss that its outputs have: of logits their cross entropy, of others a fixed projection."""
+    """The source with inputs and a loss that its outputs have: of logits their cross entropy, of others a fixed
+    projection."""
     if "inputs" in source.extras and ("loss" in source.extras or source.config is None):
         return source
     inputs = dict(zip(_argument_names(model), example, strict=False)) if isinstance(example, tuple) else dict(example)
@@ -135,8 +140,8 @@ def _logits(model: nn.Module, output: Any) -> torch.Tensor | None:
 
 
 def _possible_targets(logits: torch.Tensor) -> torch.Tensor:
-    """Random tokens [batch, length], of those that the model does not rule out: some set logits of image tokens to the smallest number,
-    whose cross entropy is infinite."""
+    """Random tokens [batch, length], of those that the model does not rule out: some set logits of image tokens to the
+    smallest number, whose cross entropy is infinite."""
     smallest = torch.finfo(logits.dtype).min / 2
     possible = logits.amin((0, 1)).gt(smallest).nonzero()[:, 0]
     if not len(possible):  # whatever it is, the proof says it

@@ -1,7 +1,7 @@
 """Where activations may be sequence shards: the layers that a model calls one after another on hidden states.
 
-What is found here is a proposal. Whether an operation inside needs all tokens is settled by the proof, which runs the sequence-parallel
-modes of the plan with lengths that the ranks do not divide.
+What is found here is a proposal. Whether an operation inside needs all tokens is settled by the proof, which runs the
+sequence-parallel modes of the plan with lengths that the ranks do not divide.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class ProposedRegion:
 
     Attributes:
         layers: the name of the list. leave: the module after which activations are full again.
-        styles: of the blocks that gather their input, of the modules that work on each token, and of the column linears whose input
-            has another length: what an encoder returned, which is full.
+        styles: of the blocks that gather their input, of the modules that work on each token, and of the column linears
+            whose input has another length: what an encoder returned, which is full.
     """
 
     layers: str
@@ -155,7 +155,8 @@ _IN_TRAINING = re.compile(r"self\.training")
 def blocks_that_read_shards(
     modules: Mapping[str, nn.Module], styles: Mapping[str, str], calls: Mapping[str, HiddenCall]
 ) -> dict[str, str]:
-    """`scan` for modules whose forward reads sharded parameters of their children, which then computes with local shards.
+    """`scan` for modules whose forward reads sharded parameters of their children, which then computes with local
+    shards.
 
     The style runs a mixer as in evaluation, so that one whose own code draws random numbers in training has none.
     """
@@ -192,7 +193,8 @@ def with_argument(word: str, call: HiddenCall) -> str:
 def partial_inside(
     record: Record, block: str, modules: Mapping[str, nn.Module], styles: Mapping[str, str]
 ) -> dict[str, str]:
-    """`replicate(gradient=partial)` for what is full on each rank in a block, and is read before its last row linear."""
+    """`replicate(gradient=partial)` for what is full on each rank in a block, and is read before its last row
+    linear."""
     inside = [use for use in record.uses if f"{use.module}.".startswith(f"{block}.")]
     rows = [index for index, use in enumerate(inside) if styles.get(use.module, "").startswith("rowwise")]
     names = {name for use in inside[: rows[-1] if rows else 0] for name in use.weights}

@@ -1,7 +1,7 @@
 """A small config whose counts all differ, so that a size tells from which field it came.
 
-`verification.scale` keeps the ratios of one model, to fail where it fails. A plan is for a family: here query heads are three for each
-key/value head where the config has both, and every count is one that `tp` divides.
+`verification.scale` keeps the ratios of one model, to fail where it fails. A plan is for a family: here query heads are
+three for each key/value head where the config has both, and every count is one that `tp` divides.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def small_configs(config: Any, tp: int) -> Iterator[Any]:
 
 
 def _with_more_heads(config: Any) -> Iterator[Any]:
-    """The config with four times as many heads in each stage, where a list says how many and they are wide enough: of 1, 2 and 5 heads
-    two ranks split some, and four none."""
+    """The config with four times as many heads in each stage, where a list says how many and they are wide enough: of
+    1, 2 and 5 heads two ranks split some, and four none."""
     fields = vars(config)
     for name in _STAGE_HEADS:
         heads, widths = (
@@ -192,7 +192,8 @@ def _set_outputs(small: Any, real: Any, width: int) -> None:
 
 
 def _fixed(config: Any, latent: bool) -> Any:
-    """The config with fixed small sizes. `latent`: as many key/value heads as heads, as attention with latent keys has."""
+    """The config with fixed small sizes. `latent`: as many key/value heads as heads, as attention with latent keys
+    has."""
     values, mapped = config.to_dict(), getattr(config, "attribute_map", {})
     layers = values.get("num_hidden_layers")
     sizes = {mapped.get(name, name): value for name, value in {**_SIZES, **_EXPERT_SIZES, **_STATE_SIZES}.items()}
@@ -298,7 +299,8 @@ _NARROWEST_LINEAR = 6
 
 
 def with_state_heads(config: Any, tp: int) -> Any:
-    """The config with few heads that carry a state, whose counts no other field has; None where it has no such heads, or they do not fit."""
+    """The config with few heads that carry a state, whose counts no other field has; None where it has no such heads,
+    or they do not fit."""
     small = copy.deepcopy(config)
     parts = list(_parts(small))
     changed = []
@@ -354,7 +356,8 @@ def _divide_linear_heads(part: Any, tp: int, others: set[int]) -> bool:
 
 
 def _width(part: Any, heads: str, width: str) -> int:
-    """Of all heads together: a multiple of the hidden size where the config says so, or the hidden size where it is a number of its own."""
+    """Of all heads together: a multiple of the hidden size where the config says so, or the hidden size where it is a
+    number of its own."""
     if _field(part, _TOTALS):
         return int(part.hidden_size)
     expand = _field(part, _EXPANDS, (int, float))
@@ -379,7 +382,8 @@ _NO_COUNT = re.compile(
 
 
 def counted_fields(model: nn.Module) -> dict[str, int]:
-    """The counts of a model's config, by the names by which a plan reads them: its fields, and the fields of its parts."""
+    """The counts of a model's config, by the names by which a plan reads them: its fields, and the fields of its
+    parts."""
     fields = counts(describe(model).config)
     config = getattr(model, "config", None)
     for name in getattr(config, "sub_configs", None) or {}:

@@ -27,11 +27,13 @@ log = logging.getLogger("parallelize")
 
 _FEW_PARAMETERS = 4_000_000
 MAX_PARAMETERS = 200_000_000
-"""A module of more parameters is not run on this machine: derive from a config, or from a function with smaller sizes."""
+"""A module of more parameters is not run on this machine: derive from a config, or from a function with smaller
+sizes."""
 
 
 class Reads(Enum):
-    """What a text has in the place of some tokens, of models that read more than texts: small configs are tried for the most first."""
+    """What a text has in the place of some tokens, of models that read more than texts: small configs are tried for the
+    most first."""
 
     ALL = "images and sound, or the one of them that the model reads"
     EITHER = "sound, of models that read both"
@@ -39,7 +41,8 @@ class Reads(Enum):
 
 
 def small_model(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
-    """A small version of the model: of a config with other sizes, the first that the model accepts, with inputs that it accepts."""
+    """A small version of the model: of a config with other sizes, the first that the model accepts, with inputs that it
+    accepts."""
     if source.config is None:
         return source, _built(source)
     reason: Exception | None = None
@@ -57,7 +60,10 @@ def small_model(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
             reason = reason or error
             log.debug("%s does not run with smaller sizes: %s", source.text, error)
     what = f"no small version of {source.text} runs: {type(reason).__name__}: {_first_line(reason)}"
-    fix = "a function that returns a small model: package.module:function; and --inputs where its forward takes other inputs"
+    fix = (
+        "a function that returns a small model: package.module:function; and --inputs where its forward takes other "
+        "inputs"
+    )
     raise ModelError(Problem("untraceable-model", what, fix=fix)) from reason
 
 

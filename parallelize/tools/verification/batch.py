@@ -1,4 +1,5 @@
-"""The batches of a verification: enough rows to be split over data ranks and microbatches, all but the first with padding."""
+"""The batches of a verification: enough rows to be split over data ranks and microbatches, all but the first with
+padding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Finds the module that causes a difference: the first module whose output is wrong although its input is right.
 
-The forward is searched first, in the order of calls. If every output is right, the gradients are searched, from the loss
-backward. A module whose input is not what its rule expects is not to blame: the module that computes the input is.
+The forward is searched first, in the order of calls. If every output is right, the gradients are searched, from the
+loss backward. A module whose input is not what its rule expects is not to blame: the module that computes the input is.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _explanation(relation: Relation, configuration: Configuration) -> str:
     return text or "the ranks' parts are in no simple relation to the unsharded value"
 
 
-# -- suspects -------------------------------------------------------------------------------------------------------------
+# -- suspects ----------------------------------------------------------------------------------------------------------
 
 
 def _at_call(evidence: Evidence, mode: Mode, call: ModuleCall, kind: str, what: str) -> Difference:
@@ -175,7 +175,7 @@ def _is_packed(evidence: Evidence, call: ModuleCall) -> bool:
     return layout is not None and len(layout.chunks) > 1
 
 
-# -- the model's own output -----------------------------------------------------------------------------------------------
+# -- the model's own output --------------------------------------------------------------------------------------------
 
 
 def _model_output(evidence: Evidence, mode: Mode, errors: Errors, error: str) -> Difference | None:
@@ -291,7 +291,8 @@ def _reader_without_reduction(evidence: Evidence, module: str, wrong: list[str])
 
 
 def _blame_rest(evidence: Evidence, mode: Mode, errors: Errors) -> Difference:
-    """The difference if no parameter's gradient is wrong, but the loss, the input's gradient, the norm or the weights are."""
+    """The difference if no parameter's gradient is wrong, but the loss, the input's gradient, the norm or the weights
+    are."""
     bound = evidence.bound / LOOSER
     wrong = [what for what, (error, _) in errors.worst.items() if not error <= bound]
     explanations = {

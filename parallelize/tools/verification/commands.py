@@ -22,7 +22,8 @@ from parallelize.plan.options import add_options, options_given
 _ABOUT = """\
 Compare one training step on a mesh with the unsharded model: loss, outputs, gradients of the input and of every
 parameter, their norm, and the weights after a step. A model's config is scaled down and keeps its structure. The ranks
-are threads of one process, so neither a GPU nor torchrun is needed. Under torchrun the started processes are the ranks."""
+are threads of one process, so neither a GPU nor torchrun is needed. Under torchrun the started processes are the
+ranks."""
 
 _DTYPES = ("float64", "float32", "bfloat16")
 """Those of `precision.DTYPES`, which needs torch."""

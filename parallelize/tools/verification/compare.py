@@ -34,8 +34,8 @@ class ReferenceValues:
     def floor(self, kind: str, name: str) -> float:
         """The smallest magnitude that the error of a tensor is divided by.
 
-        A bias's gradient sums the same terms as its weight's gradient and may cancel to zero (a key's bias does not change
-        a softmax). So its error is relative to the weight's gradient.
+        A bias's gradient sums the same terms as its weight's gradient and may cancel to zero (a key's bias does not
+        change a softmax). So its error is relative to the weight's gradient.
         """
         weight = self.tensors(kind).get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
         largest = _largest(weight) if weight is not None and kind == "gradients" else 0.0

@@ -1,4 +1,5 @@
-"""What is compared: one model with its weights, one batch, one plan, one mesh, and the modes in which the plan is applied.
+"""What is compared: one model with its weights, one batch, one plan, one mesh, and the modes in which the plan is
+applied.
 
 Every process builds the same configuration from the request, so no weights are sent to processes.
 """
@@ -46,7 +47,8 @@ _FEW_PARAMETERS = 4_000_000
 
 @dataclass(frozen=True)
 class Mode:
-    """Options of one application of a plan. None: the plan's default. The mode's name does not include the microbatches."""
+    """Options of one application of a plan. None: the plan's default. The mode's name does not include the
+    microbatches."""
 
     sequence_parallel: bool | None = None
     loss_parallel: bool | None = None
@@ -375,7 +377,8 @@ def without_weights(request: Request) -> Request:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One application of the plan, the configurations on which it runs a step, and the unsharded model's values for each."""
+    """One application of the plan, the configurations on which it runs a step, and the unsharded model's values for
+    each."""
 
     mode: Mode
     configurations: list[Configuration]

@@ -55,7 +55,7 @@ class Evidence:
         except ParallelizeError:
             return None
 
-    # -- rules ------------------------------------------------------------------------------------------------------------
+    # -- rules ---------------------------------------------------------------------------------------------------------
 
     def row(self, module: str) -> ModuleRow | None:
         """The module's row of the resolved plan."""
@@ -82,7 +82,7 @@ class Evidence:
         rows = self.resolved.modules.items() if self.resolved else ()
         return {name.rpartition(".")[0] for name, row in rows if row.contract.traits.sums_output}
 
-    # -- calls ------------------------------------------------------------------------------------------------------------
+    # -- calls ---------------------------------------------------------------------------------------------------------
 
     @cached_property
     def finished(self) -> list[ModuleCall]:
@@ -90,7 +90,8 @@ class Evidence:
         return sorted(self.reference.calls, key=lambda call: call.left)
 
     def locals_of(self, call: ModuleCall, which: str) -> list[T] | None:
-        """The tensors of the ranks of the tp group that made this call. None where no group made it, or stored no tensors.
+        """The tensors of the ranks of the tp group that made this call. None where no group made it, or stored no
+        tensors.
 
         which: "input", "output" or "grad".
         """
@@ -199,7 +200,10 @@ def _rule_of(evidence: Evidence, module: str) -> tuple[str, str]:
 def _fix(evidence: Evidence, module: str, kind: str) -> str:
     row = evidence.row(module)
     if kind == "raised" and (row is None or row.contract.traits.shares_input) and not evidence.has_parameters(module):
-        return "list the head counts and widths that its forward reads under `local:`; check that each colwise module feeds a rowwise module"
+        return (
+            "list the head counts and widths that its forward reads under `local:`; check that each colwise module "
+            "feeds a rowwise module"
+        )
     if kind == "permuted-chunks":
         return "name the chunks in the order of the weight: `colwise(heads + kv_heads + kv_heads)`, or `chunks=2`"
     if row is None and evidence.has_parameters(module):

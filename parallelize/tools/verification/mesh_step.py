@@ -67,7 +67,8 @@ def run_on_rank(comparison: Comparison, mesh: DeviceMesh, bound: float) -> list[
 
 
 class ApplyError(ModelError):
-    """`parallelize_model` failed on a rank. The others wait for it in a handshake, so the error ends the run at once."""
+    """`parallelize_model` failed on a rank. The others wait for it in a handshake, so the error ends the run at
+    once."""
 
 
 class _RankModel:
@@ -124,7 +125,8 @@ class _RankModel:
                 errors.add("input gradients", error_of(grad, expected))
 
     def _over_cp(self, grad: T, of_inputs: bool) -> T:
-        """The gradient over all ranks of cp: of inputs a sum, because each rank has all tokens; else a concatenation."""
+        """The gradient over all ranks of cp: of inputs a sum, because each rank has all tokens; else a
+        concatenation."""
         context = context_of(self.model)
         if context is None:
             return grad
@@ -240,7 +242,8 @@ def _full(tensor: T) -> T:
 
 
 def full_value(module: nn.Module, name: str, value: Any) -> T:
-    """The full tensor of a parameter or its gradient, however it is sharded. A collective over the ranks that store it."""
+    """The full tensor of a parameter or its gradient, however it is sharded. A collective over the ranks that store
+    it."""
     full = unsharded(stored_like(module.get_parameter(name), value))
     return full.detach().clone() if full is value else full
 

@@ -54,7 +54,8 @@ class ErrorRecord:
 
     Attributes:
         module: the innermost module that was running.
-        outside: what was running instead of the model's forward and backward: clipping, the optimizer, applying the plan.
+        outside: what was running instead of the model's forward and backward: clipping, the optimizer, applying the
+            plan.
     """
 
     module: str

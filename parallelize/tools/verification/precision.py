@@ -1,8 +1,8 @@
 """True float64: where a stock model computes in float32, both sides of the comparison compute in float64.
 
 Norms, rotary tables and softmaxes of `transformers` round to float32 inside (`x.to(torch.float32)`, `.float()`,
-`softmax(dtype=torch.float32)`). With that rounding two correct runs differ by 1e-7, and a mistake of that size passes. The grouped
-matmul of experts has no float64, so that each group is a matmul here.
+`softmax(dtype=torch.float32)`). With that rounding two correct runs differ by 1e-7, and a mistake of that size passes.
+The grouped matmul of experts has no float64, so that each group is a matmul here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class InFloat64(TorchFunctionMode):
-    """Replaces float32 by float64 in every call that names it, or that makes a tensor of numbers without a dtype, on the thread that enters
-    this mode."""
+    """Replaces float32 by float64 in every call that names it, or that makes a tensor of numbers without a dtype, on
+    the thread that enters this mode."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.Tensor.float:
@@ -46,7 +46,8 @@ _OF_NUMBERS = ("full", "tensor", "arange", "scalar_tensor")
 
 
 def _makes_default(name: str, args: tuple, kwargs: dict) -> bool:
-    """Whether a call makes a tensor of the default dtype, float32: it names no dtype, and what is given are not whole numbers."""
+    """Whether a call makes a tensor of the default dtype, float32: it names no dtype, and what is given are not whole
+    numbers."""
     if kwargs.get("dtype") is not None or torch.get_default_dtype() is not torch.float32:
         return False
     if any(isinstance(arg, torch.dtype) for arg in args) or kwargs.get("out") is not None:
@@ -69,7 +70,8 @@ def _grouped_matmul(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, 
 def widen_recompute(model: nn.Module) -> None:
     """Compute in float64 in forwards that run during backward too, where the surrounding function mode is not active.
 
-    A replay of a recomputed unit does not call the unit, but its forward, whose code may compute outside of the modules in it.
+    A replay of a recomputed unit does not call the unit, but its forward, whose code may compute outside of the modules
+    in it.
     """
     depth, mode = threading.local(), InFloat64()
 

@@ -1,4 +1,5 @@
-"""Processes that are started and ended here, one for each rank, over gloo. They have one deadline, and print no traceback."""
+"""Processes that are started and ended here, one for each rank, over gloo. They have one deadline, and print no
+traceback."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _GRACE_S = 5.0  # for the others to respond after one process has failed
 def on_gloo(request: Request, tell: ProgressCallback) -> RunResult:
     """Run every rank in a process of its own."""
     spawn = multiprocessing.get_context("spawn")
-    # of this process, which binds it before the ranks start: a free port that is handed on may be taken by a connection meanwhile
+    # of this process, which binds it before the ranks start: a free port that is handed on may be taken by a connection
+    # meanwhile
     store = _loopback_store()
     workers: list[tuple[Any, Any]] = []
     tell(f"starting {request.mesh.world_size} processes")
@@ -79,7 +81,8 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 class _Answers:
-    """What the processes send: progress ("at"), and at the end a result ("ok"), a "mistake", or why the rank was "lost"."""
+    """What the processes send: progress ("at"), and at the end a result ("ok"), a "mistake", or why the rank was
+    "lost"."""
 
     def __init__(self, workers: list[tuple[Any, Any]], timeout_s: float, tell: ProgressCallback):
         self.processes = [process for process, _ in workers]
@@ -171,8 +174,8 @@ def _send(pipe: Any, kind: str, value: Any) -> None:
 
 _RUNS = itertools.count()  # the same number on every rank, because all ranks call `verify` equally often
 _STORE: list[Any] = []
-"""The store at torchrun's address, once it is connected. It belongs to the process, as that address does: later runs must
-find it, and it ends with the process."""
+"""The store at torchrun's address, once it is connected. It belongs to the process, as that address does: later runs
+must find it, and it ends with the process."""
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -1,4 +1,5 @@
-"""What ranks tell each other of a comparison, as JSON: a store listens on the network, and what it holds is never unpickled."""
+"""What ranks tell each other of a comparison, as JSON: a store listens on the network, and what it holds is never
+unpickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One training step of the unsharded model, with PyTorch's own loss, clipping and optimizer: the reference of all comparisons."""
+"""One training step of the unsharded model, with PyTorch's own loss, clipping and optimizer: the reference of all
+comparisons."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def check_repeats(configuration: Configuration, reference: ReferenceValues, boun
 
 @torch.no_grad()
 def is_a_sum(configuration: Configuration, reference: ReferenceValues, bound: float) -> bool:
-    """Whether the batch's loss is the sum over its parts, as steps with several microbatches and data ranks compute it."""
+    """Whether the batch's loss is the sum over its parts, as steps with several microbatches and data ranks compute
+    it."""
     count = configuration.request.data_ranks * configuration.request.num_microbatches
     if count == 1 or not configuration.can_split:
         return True

@@ -1,10 +1,12 @@
-"""How the ranks' tensors relate to the full one: correct in one of three ways, or wrong in one of several. Pure functions.
+"""How the ranks' tensors relate to the full one: correct in one of three ways, or wrong in one of several. Pure
+functions.
 
-correct  full, shard(dim), slices(dim): blocks of the full tensor along one dim, which may be packed or stored on several ranks
+correct full, shard(dim), slices(dim): blocks of the full tensor along one dim, which may be packed or stored on several
+ranks
 wrong    missing-reduction (the ranks' sum is the full tensor), doubled-reduction (each is a multiple of it, by the number of
          ranks or another integer), wrong-scale (one constant ratio), permuted-chunks (its blocks in another order),
          wrong-shape, not-a-number, differs
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A config that is scaled down and keeps its structure: small enough for a laptop, without symmetries that hide mistakes.
+"""A config that is scaled down and keeps its structure: small enough for a laptop, without symmetries that hide
+mistakes.
 
-What stays: kinds of layers, query heads per key/value head, fewer key/value heads than ranks where the real model has that,
-packed projections, ties, whether the heads' width is the hidden size, partial rotary, windows (shorter than the sequence),
-and of experts and latent attention what `scale_experts.py` says.
-What changes: every size, to one that no other size equals, so that a transposed, permuted or misread tensor has another
-shape or other values.
+What stays: kinds of layers, query heads per key/value head, fewer key/value heads than ranks where the real model has
+that, packed projections, ties, whether the heads' width is the hidden size, partial rotary, windows (shorter than the
+sequence), and of experts and latent attention what `scale_experts.py` says. What changes: every size, to one that no
+other size equals, so that a transposed, permuted or misread tensor has another shape or other values.
 
 The rules apply to field names that all of `transformers` uses. Other fields stay.
 """
@@ -32,7 +32,8 @@ _LAYERS = ("num_hidden_layers", "n_layer")
 _PARTIAL = ("rotary_pct", "partial_rotary_factor")
 _ROTATED = "rotary_dim"
 _PACKED = {"codegen": 4}
-"""Parts of a packed weight by model type, each with its heads: a number that the code of the model has, and no field."""
+"""Parts of a packed weight by model type, each with its heads: a number that the code of the model has, and no
+field."""
 
 _SHARED = "num_kv_shared_layers"
 _OF_LAYERS = "vocab_size_per_layer_input"
@@ -69,7 +70,8 @@ def _field_of(config: Any, names: tuple[str, ...]) -> tuple[str, Any]:
 
 
 def _scale_layers(config: Any, stages: int) -> None:
-    """At least three layers, one of each kind, and one for each stage. Lists with a value per layer keep those layers' values."""
+    """At least three layers, one of each kind, and one for each stage. Lists with a value per layer keep those layers'
+    values."""
     field, count = _field_of(config, _LAYERS)
     if not count:
         return
@@ -90,7 +92,8 @@ def _scale_layers(config: Any, stages: int) -> None:
 
 
 def _kinds_of_layers(config: Any, count: int) -> list[tuple[Any, ...]]:
-    """For each layer what its attention and its MLP are, where the config lists them, and whether it has keys and values of its own."""
+    """For each layer what its attention and its MLP are, where the config lists them, and whether it has keys and
+    values of its own."""
     lists = (getattr(config, name, None) for name in ("layer_types", "mlp_layer_types"))
     listed = [kinds for kinds in lists if isinstance(kinds, (list, tuple)) and len(kinds) == count]
     if shared := _num_shared(config):  # the last ones have those of a layer before them
@@ -140,7 +143,8 @@ def _rotated_share(config: Any, width: int) -> float:
 
 
 def _scale_chunks(config: Any) -> None:
-    """Tokens of a scan that are computed at a time: fewer than a sequence has, which they would be padded to otherwise."""
+    """Tokens of a scan that are computed at a time: fewer than a sequence has, which they would be padded to
+    otherwise."""
     if not any(name in vars(config) for name in _STATES):
         return
     for name in _CHUNKS:
@@ -259,12 +263,13 @@ def _undivided(sizes: tuple[int, ...], tp: int) -> int:
 def perturb(model: nn.Module, seed: int, gain: float = 1.0) -> None:
     """Move 1-D parameters away from ones and zeros, and scale matrices up so that no term is negligible.
 
-    Norm weights of one and biases of zero hide permutations and missing terms; weights of 0.02 in a small model make them
-    smaller than rounding. A matrix that begins smaller than its siblings of the same shape stays so: attention whose scale is
-    in the initial queries (T5) has logits so large without it that its softmax has one element, whose gradients are of rounding.
-    None stays smaller than a twentieth of them: its term would be negligible.
+    Norm weights of one and biases of zero hide permutations and missing terms; weights of 0.02 in a small model make
+    them smaller than rounding. A matrix that begins smaller than its siblings of the same shape stays so: attention
+    whose scale is in the initial queries (T5) has logits so large without it that its softmax has one element, whose
+    gradients are of rounding. None stays smaller than a twentieth of them: its term would be negligible.
 
-    gain: what the deviations of matrices are multiplied by; below 1, larger ones become smaller too, and batch norms, which divide by
+    gain: what the deviations of matrices are multiplied by; below 1, larger ones become smaller too, and batch norms,
+    which divide by
         the deviation of a few values, get an epsilon of the rest.
     """
     for module in model.modules() if gain < 1 else ():
@@ -289,7 +294,8 @@ def perturb(model: nn.Module, seed: int, gain: float = 1.0) -> None:
 
 
 def _fill_padding(model: nn.Module, generator: torch.Generator) -> None:
-    """Rows of padding begin as zeros, at which a norm has no gradient, and the forward of a token that is drawn would be hidden."""
+    """Rows of padding begin as zeros, at which a norm has no gradient, and the forward of a token that is drawn would
+    be hidden."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None and module.weight.is_floating_point():
             row = module.weight[module.padding_idx]
@@ -299,7 +305,8 @@ def _fill_padding(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def _ratios_to_siblings(model: nn.Module) -> dict[str, float]:
-    """The standard deviation of linears' weights relative to the largest among siblings of the same shape, where it is smaller."""
+    """The standard deviation of linears' weights relative to the largest among siblings of the same shape, where it is
+    smaller."""
     groups: dict[tuple[str, torch.Size], dict[str, float]] = defaultdict(dict)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module.weight.numel() > 1:
@@ -320,7 +327,8 @@ _SMALLEST_RATIO = 0.05
 
 
 def let_inputs_require_gradients(model: nn.Module) -> None:
-    """Turn off what fails where inputs require gradients: models of sound set that flag on what they make of their input.
+    """Turn off what fails where inputs require gradients: models of sound set that flag on what they make of their
+    input.
 
     They do so for recomputation, which passes no gradient on where no input requires one.
     """
@@ -364,7 +372,8 @@ def scale_latent_heads(config: Any, width: int) -> None:
 
 
 def scale_experts(config: Any, real: Any, tp: int, ep: int = 1, etp: int = 1) -> None:
-    """Scale the number of experts, of their groups and choices, and the widths that `scaled` has left as they are in `real`."""
+    """Scale the number of experts, of their groups and choices, and the widths that `scaled` has left as they are in
+    `real`."""
     for name in COUNTS:
         if type(count := vars(config).get(name)) is int and count > _MANY:
             setattr(config, name, _fewer_experts(config, count, ep))
@@ -372,7 +381,8 @@ def scale_experts(config: Any, real: Any, tp: int, ep: int = 1, etp: int = 1) ->
 
 
 def _fewer_experts(config: Any, count: int, ep: int) -> int:
-    """A number of experts that `ep` and the groups divide where they divide `count`, with two experts for each rank or group."""
+    """A number of experts that `ep` and the groups divide where they divide `count`, with two experts for each rank or
+    group."""
     groups, chosen = vars(config).get("n_group") or 1, vars(config).get("topk_group") or 1
     few_groups = min(groups, _MAX_GROUPS)
     if groups > 1:
@@ -388,7 +398,8 @@ def _fewer_experts(config: Any, count: int, ep: int) -> int:
 
 
 def _scale_widths(config: Any, real: Any, divisor: int) -> None:
-    """Widths of experts and shared experts: equal ones stay equal, others differ from each other and from all other sizes."""
+    """Widths of experts and shared experts: equal ones stay equal, others differ from each other and from all other
+    sizes."""
     fields = vars(config)
     new: dict[int, int] = {}
     for name, value in list(fields.items()):

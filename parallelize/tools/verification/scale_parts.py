@@ -1,7 +1,8 @@
-"""A config of several parts, such as a text and a tower of images, with each part scaled down, and what the parts have in common.
+"""A config of several parts, such as a text and a tower of images, with each part scaled down, and what the parts have
+in common.
 
-What stays, beside what `scale.py` says of a part: the width of what a tower returns is that of the text that reads it, and tokens that
-stand for images are in the vocabulary, also where a default config says otherwise.
+What stays, beside what `scale.py` says of a part: the width of what a tower returns is that of the text that reads it,
+and tokens that stand for images are in the vocabulary, also where a default config says otherwise.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ _SECTIONS = "mrope_section"
 
 
 def part_names(config: Any) -> list[str]:
-    """The fields of a config of `transformers` that are configs of a text and of what else its model reads; none of others."""
+    """The fields of a config of `transformers` that are configs of a text and of what else its model reads; none of
+    others."""
     names = [name for name in getattr(config, "sub_configs", None) or {} if hasattr(vars(config).get(name), "to_dict")]
     return names if "text_config" in names and len(names) > 1 else []
 
 
 def scaled_parts(config: Any, tp: int, stages: int = 1, even: bool = False, ep: int = 1, etp: int = 1) -> Any:
-    """A config of several parts with small asymmetric sizes. For the arguments see `scaled`, which does this for the text."""
+    """A config of several parts with small asymmetric sizes. For the arguments see `scaled`, which does this for the
+    text."""
     small = copy.deepcopy(config)
     small.text_config = _text(config.text_config, tp, stages, even=even, ep=ep, etp=etp)
     for name in part_names(config):
@@ -40,7 +43,8 @@ def scaled_parts(config: Any, tp: int, stages: int = 1, even: bool = False, ep: 
 
 
 def _text(config: Any, tp: int, stages: int, **sizes: Any) -> Any:
-    """The small text. Where its positions are those of time, height and width, heads say which channels are whose, as a default need not."""
+    """The small text. Where its positions are those of time, height and width, heads say which channels are whose, as a
+    default need not."""
     text, rope = copy.deepcopy(config), vars(config).get("rope_parameters")
     if _SECTIONS in getattr(type(config), "ignore_keys_at_rope_validation", ()) and isinstance(rope, dict):
         text.rope_parameters = {_SECTIONS: [], **rope}

@@ -1,4 +1,5 @@
-"""The small version of a model that is read from a config: of those that its class runs, the one that keeps the most of its structure."""
+"""The small version of a model that is read from a config: of those that its class runs, the one that keeps the most of
+its structure."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ _ROWS, _LENGTH = 2, 12
 def scaled_source(source: ModelSource, tp: int, stages: int = 1, **sizes: Any) -> ModelSource:
     """The source with a small config, without dropout. For the arguments see `scaled`.
 
-    A config of several parts, of stages, or of scans, is scaled in the ways that there are: of the models that run, the first of those that read the
-    most is taken. Where none runs, it is what `scaled` makes of its fields, of which the class says what is wrong.
+    A config of several parts, of stages, or of scans, is scaled in the ways that there are: of the models that run, the
+    first of those that read the most is taken. Where none runs, it is what `scaled` makes of its fields, of which the
+    class says what is wrong.
     """
     config, whole = source.config, partial(scaled, source.config, tp, stages, **sizes)
     if part_names(config):
@@ -55,7 +57,8 @@ def _small(source: ModelSource, way: Callable[[], Any]) -> ModelSource:
 
 
 def _num_read(source: ModelSource) -> int:
-    """How many tensors a model is given in a step. Raises: what building it or its forward raises; ValueError where it is large."""
+    """How many tensors a model is given in a step. Raises: what building it or its forward raises; ValueError where it
+    is large."""
     if sum(parameter.numel() for parameter in source.build("meta").parameters()) > _MOST_PARAMETERS:
         raise ValueError("it is not run here")
     model = in_dtype(source.build("cpu"), torch.float64)
@@ -118,7 +121,8 @@ def _scale_first_width(small: Any, real: Any, heads: int) -> None:
 
 
 def _small_widths(widths: Any, tp: int) -> list[int]:
-    """As many different widths: what they have in common with `tp`, times a number of their own that has nothing in common with it."""
+    """As many different widths: what they have in common with `tp`, times a number of their own that has nothing in
+    common with it."""
     factors = islice((factor for factor in count(3, 2) if gcd(factor, tp) == 1), len(widths))
     return [gcd(width, tp) * factor for width, factor in zip(widths, factors, strict=True)]
 
@@ -147,8 +151,8 @@ def has_scans(config: Any) -> bool:
 def scaled_scans(config: Any, tp: int, *args: Any, **sizes: Any) -> Any:
     """A config of scans with few narrow heads. For the arguments see `scaled`, which does the rest.
 
-    Groups stay, and `tp` divides the heads where it divides the real ones. Where heads and their width make up a multiple of the hidden
-    size, and no attention has it, the hidden size follows.
+    Groups stay, and `tp` divides the heads where it divides the real ones. Where heads and their width make up a
+    multiple of the hidden size, and no attention has it, the hidden size follows.
     """
     small, real = scaled(config, tp, *args, **sizes), vars(config)
     if _LINEAR_HEADS[0] in real:

@@ -1,8 +1,9 @@
 """Many ranks in one process, as threads: real tensors, the code of real ranks, no torchrun.
 
-This is PyTorch's threaded process group with three additions: point-to-point messages, collectives whose calls are compared
-before they run, and deadlock detection. When all ranks wait for each other, the smallest collectives that can never complete
-fail on their ranks at once, as they would fail after a timeout on a network. A process runs one such group of ranks at a time.
+This is PyTorch's threaded process group with three additions: point-to-point messages, collectives whose calls are
+compared before they run, and deadlock detection. When all ranks wait for each other, the smallest collectives that can
+never complete fail on their ranks at once, as they would fail after a timeout on a network. A process runs one such
+group of ranks at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _stock: Any = private_groups.threaded_groups()
 
 
 class Stopped(SystemExit):
-    """Ends a rank because another one has failed. It is not an `Exception`, so that no handler in a model catches it."""
+    """Ends a rank because another one has failed. It is not an `Exception`, so that no handler in a model catches
+    it."""
 
 
 class _Rendezvous:
@@ -158,7 +160,8 @@ class _World:
         rendezvous.ready.notify_all()
 
     def _fail_if_deadlocked(self) -> None:
-        """If every running rank waits, fail the pending rendezvous of the smallest groups, so that their ranks continue."""
+        """If every running rank waits, fail the pending rendezvous of the smallest groups, so that their ranks
+        continue."""
         if self.blocked < self.running or not self.running:
             return
         stuck = {key: rendezvous for key, rendezvous in self.pending.items() if rendezvous.waiting}
@@ -300,8 +303,8 @@ def _hide_gc_objects() -> Iterator[None]:
     """Let `gc.get_objects` return an empty list.
 
     The real one returns tuples that other threads are still building, which then fail with a SystemError:
-    github.com/python/cpython issue 59313 (bpo-15108). In this package only the search for optimizers that were built too
-    early calls it.
+    github.com/python/cpython issue 59313 (bpo-15108). In this package only the search for optimizers that were built
+    too early calls it.
     """
     with patches.within(gc, "get_objects", lambda generation=None: []):
         yield

@@ -33,7 +33,8 @@ def summary(error: BaseException) -> str:
 
 
 def location_of(error: BaseException) -> str:
-    """`file:line` of the innermost frame of the user's code: not of PyTorch, of this package or, if possible, of a library."""
+    """`file:line` of the innermost frame of the user's code: not of PyTorch, of this package or, if possible, of a
+    library."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [frame for frame in frames if not frame.filename.startswith((FOLDER, _TORCH, "<frozen"))]
     own = [frame for frame in foreign if "site-packages" not in frame.filename and "contextlib" not in frame.filename]

@@ -53,28 +53,29 @@ def verify(
 ) -> Verification:
     """Compare one training step on a mesh with the same step of the unsharded model.
 
-    Compared are the loss, the outputs, the gradients of the inputs and of every parameter, their norm, and the weights after
-    a step of SGD. The bound on the relative error follows from the dtype and the sizes (`tools/verification/runner.py`).
-    By default the ranks are threads of this process on the CPU, which run the code of real ranks: neither torchrun nor a
-    GPU is needed.
+    Compared are the loss, the outputs, the gradients of the inputs and of every parameter, their norm, and the weights
+    after a step of SGD. The bound on the relative error follows from the dtype and the sizes
+    (`tools/verification/runner.py`). By default the ranks are threads of this process on the CPU, which run the code of
+    real ranks: neither torchrun nor a GPU is needed.
 
     Args:
-        model: a `config.json` or its folder, a model type of transformers, a published size, `package.module:function`, a
-            module, or a function that returns a module or a dict of `model`, `inputs`, `loss` and `count`. A config is
-            scaled down and keeps its structure. A module, or the model of a function, is used as it is.
+        model: a `config.json` or its folder, a model type of transformers, a published size, `package.module:function`,
+            a module, or a function that returns a module or a dict of `model`, `inputs`, `loss` and `count`. A config
+            is scaled down and keeps its structure. A module, or the model of a function, is used as it is.
         plan: as in `parallelize_module`; None chooses a shipped plan by the model type.
-        mesh: `"pp=2,dp=2,tp=2"`, or the same as a `MeshSpec` or a dict of sizes by axis. None: tp=4, or tp=3 or tp=2 where that
-            divides the heads of a config and 4 does not.
+        mesh: `"pp=2,dp=2,tp=2"`, or the same as a `MeshSpec` or a dict of sizes by axis. None: tp=4, or tp=3 or tp=2
+            where that divides the heads of a config and 4 does not.
         backend: "threads"; "gloo" starts a process for each rank; "torchrun" uses the processes that torchrun started.
             None: as `default_backend`.
         overrides: fields of the config, or keyword arguments of the function.
         seed: seed of weights and batch, 0 or more.
         full_size: whether a config keeps its sizes.
         timeout_s: how long ranks may wait for each other, and how long one mode may take, in seconds.
-        trace: follow the dims of the plan through the forward first, as `parallelize_module` does: what it needs in full is an
-            error that names the operation. False: the numbers alone are compared.
-        gain: what the deviation of weight matrices is multiplied by, above 0 and at most 1. Below 1 a model whose activations grow
-            from layer to layer, or whose softmaxes have one element, has gradients that are no rounding.
+        trace: follow the dims of the plan through the forward first, as `parallelize_module` does: what it needs in
+            full is an error that names the operation. False: the numbers alone are compared.
+        gain: what the deviation of weight matrices is multiplied by, above 0 and at most 1. Below 1 a model whose
+            activations grow from layer to layer, or whose softmaxes have one element, has gradients that are no
+            rounding.
         options: fields of `Options`, as `parallelize_model` takes them; options that are not given have the values of
             the plan's `defaults:`. Without `sequence_parallel` and `loss_parallel`, every mode that the plan serves is
             run, one after another; without `num_microbatches` and pp, one microbatch in some runs and two in others
@@ -83,14 +84,15 @@ def verify(
         tell: called with a line of text before each mode.
 
     Returns:
-        What was compared, each with its error and bound. It is false when anything differs; then it names the first module
+        What was compared, each with its error and bound. It is false when anything differs; then it names the first
+            module
         that differs, with its rule.
 
     Raises:
         ParallelizeError: for a plan, mesh, model or option with which no step can be run: `bad-backend`, `bad-mesh`,
             `bad-dtype`, `bad-option`, `unknown-option`, `bad-seed`, `bad-gain`, `bad-inputs`, `factory-failed`,
-            `reference-failed`, `not-deterministic`, `loss-no-sum`, `ranks-timed-out`, ..., and whatever `parallelize_model`
-            raises.
+            `reference-failed`, `not-deterministic`, `loss-no-sum`, `ranks-timed-out`, ..., and whatever
+            `parallelize_model` raises.
 
     Cost:
         The collectives of one to a few training steps for each mode. On threads they are copies in memory.

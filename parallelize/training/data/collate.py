@@ -24,17 +24,17 @@ def collate_rows(
 ) -> dict[str, Any]:
     """A batch of rows: sequences are padded at the end to the longest one. For a DataLoader's `collate_fn`.
 
-    Rows of different lengths get an `attention_mask`, unless they have one, or a row has several documents by its `position_ids`: a mask
-    turns the detection of packed documents off, and padding is a document of its own by its positions. Rows of equal lengths that need
-    no padding get none.
+    Rows of different lengths get an `attention_mask`, unless they have one, or a row has several documents by its
+    `position_ids`: a mask turns the detection of packed documents off, and padding is a document of its own by its
+    positions. Rows of equal lengths that need no padding get none.
 
     Args:
-        rows: mappings of one set of names. Lists and one-dimensional tensors are sequences of tokens, of one length in a row;
-            everything else is collated as `default_collate` does.
+        rows: mappings of one set of names. Lists and one-dimensional tensors are sequences of tokens, of one length in
+            a row; everything else is collated as `default_collate` does.
         pad_id: the id that pads `input_ids`.
         multiple_of: the length is padded to a multiple of it: of `tp` with sequence parallelism, of 2 * `cp`.
-        padded_with: name to the number that pads it, for names other than `labels` and `targets` (-100), `attention_mask` and
-            `token_type_ids` (0). `position_ids` continue with 0, 1, 2, ...
+        padded_with: name to the number that pads it, for names other than `labels` and `targets` (-100),
+            `attention_mask` and `token_type_ids` (0). `position_ids` continue with 0, 1, 2, ...
 
     Returns: name to tensor [rows, tokens], or what `default_collate` gives.
     Raises: DataError `unequal-rows` if rows have other names, sequences of one row other lengths, or a name no padding.

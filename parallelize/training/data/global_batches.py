@@ -6,9 +6,9 @@
         ...
         checkpoint = batches.state_dict()
 
-A global batch is an interval of the epoch's order of samples, and data rank i of n takes the i-th of its n parts. Ranks of
-one data rank (along tp, pp, cp) get the same samples. A run that is resumed on another mesh sees the same global batches in
-the same order.
+A global batch is an interval of the epoch's order of samples, and data rank i of n takes the i-th of its n parts. Ranks
+of one data rank (along tp, pp, cp) get the same samples. A run that is resumed on another mesh sees the same global
+batches in the same order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class GlobalBatches(Sampler[list[int]]):
         drop_last: False ends an epoch with a smaller batch of the remaining samples.
         mesh: a DeviceMesh with any axes, or None for one data rank.
 
-    Raises: ShapeError `indivisible-batch` if a batch does not divide over the data ranks; `no-batches` if there is none.
+    Raises: ShapeError `indivisible-batch` if a batch does not divide over the data ranks; `no-batches` if there is
+        none.
     Cost: no communication, and no memory for the order.
     """
 
@@ -99,15 +100,22 @@ class GlobalBatches(Sampler[list[int]]):
 
         `loader` may prefetch, if it begins an epoch only after the loop has taken all batches of the one before.
 
-        Raises: DataError `other-sampler` for a DataLoader that takes its samples from another sampler, or several batches at once.
+        Raises: DataError `other-sampler` for a DataLoader that takes its samples from another sampler, or several
+            batches at once.
         """
         samplers = [loader.batch_sampler, loader.sampler] if isinstance(loader, DataLoader) else [self]
         if isinstance(loader, DataLoader) and loader.sampler is self and loader.batch_size not in (None, 1):
             what = f"the loader joins {loader.batch_size} of these batches in each of its own"
             raise DataError(Problem("other-sampler", what, fix="DataLoader(dataset, batch_sampler=batches)"))
         if all(sampler is not self for sampler in samplers):
-            what = f"the loader's samplers are a {' and a '.join(type(sampler).__name__ for sampler in samplers)}, not these batches"
-            fix = "DataLoader(dataset, batch_sampler=batches); no library need prepare it, as it gives each rank its samples"
+            what = (
+                f"the loader's samplers are a {' and a '.join(type(sampler).__name__ for sampler in samplers)}, not "
+                "these batches"
+            )
+            fix = (
+                "DataLoader(dataset, batch_sampler=batches); no library need prepare it, as it gives each rank its "
+                "samples"
+            )
             raise DataError(Problem("other-sampler", what, fix=fix))
         self._tracked = True
         return Tracked(self, loader)
@@ -216,9 +224,10 @@ ROUNDS = 10
 class SampleOrder:
     """A permutation of `count` samples, for a seed and an epoch, of which any part can be computed by itself.
 
-    A number is written as two digits, of bases a and b, where a * b is just above `count`. In each round a random function
-    of one digit is added to the other. Each round can be inverted, so all rounds are a permutation of a * b numbers. Results
-    of `count` or above are permuted again until they are below (cycle walking), which leaves a permutation of `count`.
+    A number is written as two digits, of bases a and b, where a * b is just above `count`. In each round a random
+    function of one digit is added to the other. Each round can be inverted, so all rounds are a permutation of a * b
+    numbers. Results of `count` or above are permuted again until they are below (cycle walking), which leaves a
+    permutation of `count`.
     Cost: no memory for the order; about 200 small integer ops per batch.
     Source: Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
     """

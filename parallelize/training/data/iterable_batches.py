@@ -5,10 +5,10 @@
         ...
         checkpoint = batches.state_dict()
 
-With n sources, a global batch of B samples has the next B / n samples of each source, in the order of the sources. Data rank
-i of r takes the i-th of r parts of the batch, so it reads only the sources that its part comes from. Workers divide these
-sources, and the training process joins what they have read. A run that is resumed on another mesh, or with another number of
-workers, sees the same global batches in the same order.
+With n sources, a global batch of B samples has the next B / n samples of each source, in the order of the sources. Data
+rank i of r takes the i-th of r parts of the batch, so it reads only the sources that its part comes from. Workers
+divide these sources, and the training process joins what they have read. A run that is resumed on another mesh, or with
+another number of workers, sees the same global batches in the same order.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ from parallelize.training.data.sample_reader import SampleReader, Source, check_
 class IterableBatches:
     """This rank's samples of each global batch. Iterating gives lists of samples; `loader` gives collated batches.
 
-    The position counts the batches that the loop has taken, also where workers read ahead. If an iteration is stopped early,
-    the next one continues at the position.
+    The position counts the batches that the loop has taken, also where workers read ahead. If an iteration is stopped
+    early, the next one continues at the position.
 
     Args:
-        sources: one iterable, or a list of n of them. Each can be iterated again and again; or it is a function of the epoch
-            that returns the samples of that epoch, shuffled with the epoch as seed, say. All ranks pass equal sources. One with
-            `state_dict` and `load_state_dict` continues from its own state, and is copied (`copy.deepcopy`) for each epoch.
+        sources: one iterable, or a list of n of them. Each can be iterated again and again; or it is a function of the
+            epoch that returns the samples of that epoch, shuffled with the epoch as seed, say. All ranks pass equal
+            sources. One with `state_dict` and `load_state_dict` continues from its own state, and is copied
+            (`copy.deepcopy`) for each epoch.
         global_batch_size: samples per step, over all data ranks: a multiple of n and of the number of data ranks.
         mesh: a DeviceMesh with any axes, or None for one data rank.
-        repeat: whether a source begins again when it ends, so that there is no end. Default: for several sources. One source
-            without it is an epoch, which ends with the last full batch.
+        repeat: whether a source begins again when it ends, so that there is no end. Default: for several sources. One
+            source without it is an epoch, which ends with the last full batch.
 
-    Raises: ShapeError `indivisible-batch`; DataError `bad-source` for an iterator (a generator, an open file), which cannot be read
-        again, and for a string or a dict, which is one sample; DataError `unequal-ends` for several sources without `repeat`, as a rank cannot
-        know when a source ends that other ranks read; DataError `no-samples`, while iterating, for a source without samples.
+    Raises: ShapeError `indivisible-batch`; DataError `bad-source` for an iterator (a generator, an open file), which
+        cannot be read again, and for a string or a dict, which is one sample; DataError `unequal-ends` for several
+        sources without `repeat`, as a rank cannot know when a source ends that other ranks read; DataError
+        `no-samples`, while iterating, for a source without samples.
     Cost: no communication. One source is read by every data rank, which drops the samples of the others.
     """
 
@@ -99,8 +101,8 @@ class IterableBatches:
         """A DataLoader of these batches, collated. Its iterations continue at the position.
 
         Args:
-            num_workers: processes that read and prepare samples, at most one for each source that this rank reads. In a worker
-                a source sees no `get_worker_info()`: it is read as a whole, by one worker.
+            num_workers: processes that read and prepare samples, at most one for each source that this rank reads. In a
+                worker a source sees no `get_worker_info()`: it is read as a whole, by one worker.
             collate_fn: makes a batch of a list of samples, in the training process; `collate_rows`, for example.
             options: more arguments of DataLoader, such as `prefetch_factor`, `pin_memory`, `multiprocessing_context`.
 
@@ -157,13 +159,14 @@ class IterableBatches:
         return merged
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position. Iterations that have begun are not changed. The global batch size may be another one.
+        """Continue at a saved position. Iterations that have begun are not changed. The global batch size may be
+        another one.
 
         Args:
             state: what `state_dict` returned on this data rank, or what `merge_states` made of all ranks' states.
 
-        Raises: CheckpointError `data-position` for other sources, or if this rank reads a source that the state does not have.
-            Nothing is changed then.
+        Raises: CheckpointError `data-position` for other sources, or if this rank reads a source that the state does
+            not have. Nothing is changed then.
         """
         self._check_state(state)
         absent = [part.index for part in self._parts if part.index not in state["sources"]]
@@ -195,10 +198,12 @@ class _Part:
 
 
 class _Samples(IterableDataset):
-    """Of each step the samples of some sources, and the positions after them by source; read from copies of the readers.
+    """Of each step the samples of some sources, and the positions after them by source; read from copies of the
+    readers.
 
-    In a worker as messages. The sources do not see the worker: each is one worker's alone, and a source that divides itself over
-    the workers, as PyTorch's documents show and those of `datasets` do, would lose all but a part of its samples.
+    In a worker as messages. The sources do not see the worker: each is one worker's alone, and a source that divides
+    itself over the workers, as PyTorch's documents show and those of `datasets` do, would lose all but a part of its
+    samples.
     """
 
     def __init__(self, parts: list[_Part]):
@@ -249,8 +254,8 @@ class IterableLoader:
             yield self.collate_fn(taken)
 
     def _generator(self) -> torch.Generator:
-        """For the seeds of workers: of this rank and position. DataLoader would draw them from the generator of the process,
-        which a resumed run does once more than one that goes on."""
+        """For the seeds of workers: of this rank and position. DataLoader would draw them from the generator of the
+        process, which a resumed run does once more than one that goes on."""
         readers = [part.reader for part in self.batches._parts]
         position = [number for reader in readers for number in (reader.epoch, reader.taken)]
         seed = key(0, "workers", self.batches.data_index, *position).start & (2**63 - 1)
@@ -278,7 +283,8 @@ class WorkerMessage(NamedTuple):
 
 
 def packed(value: Any) -> WorkerMessage:
-    """A value of any type as a message: its plain CPU tensors as bytes of one buffer, without the rest of their storages."""
+    """A value of any type as a message: its plain CPU tensors as bytes of one buffer, without the rest of their
+    storages."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
@@ -294,7 +300,8 @@ def unpacked(message: WorkerMessage) -> Any:
 
 
 class _Pickler(ForkingPickler):
-    """Replaces tensors by their places in the buffer. What it leaves to torch (subclasses, sparse ones) is sent as torch does."""
+    """Replaces tensors by their places in the buffer. What it leaves to torch (subclasses, sparse ones) is sent as
+    torch does."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)

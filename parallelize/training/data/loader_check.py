@@ -25,8 +25,8 @@ _SHARDED_BY = (
     ("world_size", "rank"),
     ("data_ranks", "data_index"),
 )
-"""Attributes in which samplers keep how many parts there are and which one they take: those of `DistributedSampler`,
-of accelerate's samplers and data sets, of the configuration that `datasets.split_dataset_by_node` leaves, and of ours."""
+"""Attributes in which samplers keep how many parts there are and which one they take: those of `DistributedSampler`, of
+accelerate's samplers and data sets, of the configuration that `datasets.split_dataset_by_node` leaves, and of ours."""
 _INSIDE = ("batch_sampler", "sampler", "dataset", "_distributed", "batches", "loader")
 _STOCK = (SequentialSampler, RandomSampler)
 
@@ -34,10 +34,10 @@ _STOCK = (SequentialSampler, RandomSampler)
 def check_loader(loader: Any, mesh: Any) -> None:
     """Refuse a loader that divides its samples over other ranks than the data ranks of the mesh, or twice.
 
-    `DistributedSampler`, accelerate's `prepare` and `split_dataset_by_node` divide over all processes unless told otherwise:
-    then the tp, cp and pp ranks of one data rank get different samples. Of a loader that was divided already they make one that
-    never sees most of its samples. One of a stock sampler is not divided at all: it is warned of, as each rank's data set may be
-    a part already.
+    `DistributedSampler`, accelerate's `prepare` and `split_dataset_by_node` divide over all processes unless told
+    otherwise: then the tp, cp and pp ranks of one data rank get different samples. Of a loader that was divided already
+    they make one that never sees most of its samples. One of a stock sampler is not divided at all: it is warned of, as
+    each rank's data set may be a part already.
 
     Args:
         loader: a DataLoader, or what a library made of one.
@@ -69,13 +69,18 @@ def _check_how_often(parts: Sequence[Any], count: int) -> None:
     """Raises: DataError `divided-twice`. Warns of a loader that nothing divides."""
     dividing = [type(part).__name__ for part in parts if _divides(part)] if count > 1 else [""]
     if len(dividing) > 1:
-        what = f"each of the loader's {' and '.join(dividing)} takes one of {count} parts: the ranks never see the other samples"
+        what = (
+            f"each of the loader's {' and '.join(dividing)} takes one of {count} parts: the ranks never see the other "
+            "samples"
+        )
         fix = "let no other library prepare a loader whose samples are divided already"
         raise DataError(Problem("divided-twice", what, fix=fix))
     if not dividing and any(isinstance(part, _STOCK) for part in parts):
         log.warning(
-            "nothing in the loader divides its samples over the %d data ranks: unless each rank's data set is a part of its own, all of "
-            "them train on the same samples. GlobalBatches(len(dataset), size, mesh=mesh) as batch_sampler divides them",
+            "nothing in the loader divides its samples over the %d data ranks: unless each rank's data set is a part "
+            "of its own, all of "
+            "them train on the same samples. GlobalBatches(len(dataset), size, mesh=mesh) as batch_sampler divides "
+            "them",
             count,
         )
 
@@ -99,7 +104,8 @@ def _parts(loader: Any) -> Iterator[Any]:
 
 
 def _dispatched(part: Any) -> tuple[int, int] | None:
-    """(index, number) of the slice that this process gets from accelerate's `DataLoaderDispatcher`, whose first process reads."""
+    """(index, number) of the slice that this process gets from accelerate's `DataLoaderDispatcher`, whose first process
+    reads."""
     state = getattr(part, "state", None)
     index, count = getattr(state, "process_index", None), getattr(state, "num_processes", None)
     if not callable(getattr(part, "slice_fn", None)) or not isinstance(index, int) or not isinstance(count, int):
@@ -111,9 +117,10 @@ def _over_world(part: Any, its: tuple[int, int], here: tuple[int, int], instead:
     """its, here: (index, number) of the parts that the loader takes, and of the data ranks."""
     return Problem(
         "loader-over-world",
-        f"the loader's {type(part).__name__} takes part {its[0]} of {its[1]}; this rank is data rank {here[0]} of {here[1]}",
-        fix=f"{instead}use GlobalBatches(len(dataset), size, mesh=mesh) as the DataLoader's batch_sampler, and let no other "
-        "library prepare the loader",
+        f"the loader's {type(part).__name__} takes part {its[0]} of {its[1]}; this rank is data rank {here[0]} of "
+        f"{here[1]}",
+        fix=f"{instead}use GlobalBatches(len(dataset), size, mesh=mesh) as the DataLoader's batch_sampler, and let no "
+        "other library prepare the loader",
     )
 
 
@@ -129,8 +136,8 @@ _PLANNED: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDict
 
 def guard_accelerate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let `Accelerator.prepare` refuse this model (ModelError `prepared-by-accelerate`), and, while it is the newest
-    one, loaders that would give the ranks of one data rank other samples (DataError `loader-over-world`), and schedules that
-    would be stepped too often. Inference (`evaluation_mode=True`) and optimizers are prepared as ever.
+    one, loaders that would give the ranks of one data rank other samples (DataError `loader-over-world`), and schedules
+    that would be stepped too often. Inference (`evaluation_mode=True`) and optimizers are prepared as ever.
     """
     _PLANNED.pop(module, None)
     _PLANNED[module] = mesh
@@ -183,7 +190,8 @@ def _preparing_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _newest() -> list[DeviceMesh]:
-    """The mesh of the model that was planned last and still lives, if there is one: loaders and schedules name no model."""
+    """The mesh of the model that was planned last and still lives, if there is one: loaders and schedules name no
+    model."""
     return list(_PLANNED.values())[-1:]
 
 

@@ -8,7 +8,7 @@ A row is a dict of integer tensors [tokens], for `ParallelModel.step(**batch)` o
     targets       the token that follows in the same document, -100 (ignored) at its end
     labels        with unshifted=True instead of `targets`: the token itself, -100 at the beginning of a document, for losses
                   that shift, such as those of `transformers`
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ Row = dict[str, T]
 
 
 class PackedRows(Dataset[Row]):
-    """Rows of a data set that is one long sequence of tokens: documents are split where a row ends. For `GlobalBatches`.
+    """Rows of a data set that is one long sequence of tokens: documents are split where a row ends. For
+    `GlobalBatches`.
 
     Args:
         tokens: ids [total]: a tensor, a NumPy array or a memory map, of which slices are read.
@@ -74,12 +75,14 @@ class PackedDocuments:
     Documents are split where a row ends. What is left after the last row, at most as much as a row, is dropped.
 
     Args:
-        documents: anything that can be iterated again and gives the ids of each document, a list or a tensor. An order that
-            changes with the epoch: pass `lambda epoch: PackedDocuments(documents_of(epoch), length)` to `IterableBatches`.
+        documents: anything that can be iterated again and gives the ids of each document, a list or a tensor. An order
+            that changes with the epoch: pass `lambda epoch: PackedDocuments(documents_of(epoch), length)` to
+            `IterableBatches`.
         length: tokens per row.
         unshifted: give `labels` instead of `targets`.
 
-    Raises: DataError `bad-row-length`; `bad-source` for a string or a dict as documents, and for an iterator that is read again.
+    Raises: DataError `bad-row-length`; `bad-source` for a string or a dict as documents, and for an iterator that is
+        read again.
     Cost: the state is as small as that of `documents`; after loading, one document is read again.
     """
 
@@ -137,8 +140,8 @@ class PackedDocuments:
 class FittedRows(Dataset[Row]):
     """Rows of full documents: none is split, as in supervised fine-tuning. For `GlobalBatches`.
 
-    The longest documents are put first, each into the fullest row that has room (best fit decreasing). The rest of a row is
-    padding, which is a document of its own that no loss counts.
+    The longest documents are put first, each into the fullest row that has room (best fit decreasing). The rest of a
+    row is padding, which is a document of its own that no loss counts.
     Source: Ding et al., "Fewer truncations improve language modeling", ICML 2024.
 
     Args:
@@ -150,8 +153,8 @@ class FittedRows(Dataset[Row]):
         truncate: cut documents that are longer than a row, instead of refusing them.
         unshifted: give `labels` instead of `targets`.
 
-    Raises: DataError `bad-row-length`; `long-documents`, with their number and the longest; `unequal-lengths` if the number of
-        `lengths` is not that of the documents, and when a document is read that is longer than they say.
+    Raises: DataError `bad-row-length`; `long-documents`, with their number and the longest; `unequal-lengths` if the
+        number of `lengths` is not that of the documents, and when a document is read that is longer than they say.
     """
 
     def __init__(
@@ -209,7 +212,8 @@ class FittedRows(Dataset[Row]):
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Documents in rows of `room` tokens: the longest first, each into the fullest row where it fits. Empty ones in none.
+    """Documents in rows of `room` tokens: the longest first, each into the fullest row where it fits. Empty ones in
+    none.
 
     Cost: O(n log n) for n documents.
     """

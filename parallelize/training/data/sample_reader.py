@@ -16,10 +16,10 @@ Source = Iterable[Any] | Callable[[int], Iterable[Any]]
 class SampleReader:
     """The samples of a source, from a position on, epoch after epoch.
 
-    A source with `state_dict` and `load_state_dict` (`PackedDocuments`, an iterable data set of `datasets`) continues from its
-    own state. Each epoch iterates a deep copy of it, so that none begins where an earlier one was resumed; one that holds much
-    data shares it between copies by a `__deepcopy__`. Of any other source the samples before the position are read again and
-    dropped.
+    A source with `state_dict` and `load_state_dict` (`PackedDocuments`, an iterable data set of `datasets`) continues
+    from its own state. Each epoch iterates a deep copy of it, so that none begins where an earlier one was resumed; one
+    that holds much data shares it between copies by a `__deepcopy__`. Of any other source the samples before the
+    position are read again and dropped.
 
     Args:
         source: an iterable, or a function of the epoch that returns one.
@@ -96,8 +96,8 @@ class SampleReader:
     def load_state_dict(self, state: Any) -> None:
         """Continue at a saved position. An iteration that has begun is not changed.
 
-        Raises: CheckpointError `data-position` if this is no position, or one that this kind of source cannot continue from.
-            Nothing is changed then.
+        Raises: CheckpointError `data-position` if this is no position, or one that this kind of source cannot continue
+            from. Nothing is changed then.
         """
         self.check_state(state)
         self.epoch, self.taken = state["epoch"], state["taken"]
@@ -130,7 +130,10 @@ def check_samples(source: Any, name: str) -> None:
         what = f"{name} is {_shown(source)}: " + (
             "a sample, or a name, is no source" if is_sample else "it has no samples"
         )
-        fix = "an iterable of samples, in a list of sources if it is a list itself: IterableBatches([samples], ...); of a "
+        fix = (
+            "an iterable of samples, in a list of sources if it is a list itself: IterableBatches([samples], ...); of "
+            "a "
+        )
         raise DataError(
             Problem("bad-source", what, fix=fix + "file, a function that opens it: lambda epoch: open(name)")
         )
@@ -171,7 +174,10 @@ def _says_where(source: Any) -> bool:
 def _check_kind(source: Any, state: Any) -> None:
     """Whether a source can continue from a state of its own; None is no state."""
     if state is not None and not _says_where(source):
-        what = f"the position is one of a source with a state of its own, and a {type(source).__name__} has no load_state_dict"
+        what = (
+            f"the position is one of a source with a state of its own, and a {type(source).__name__} has no "
+            "load_state_dict"
+        )
         raise CheckpointError(Problem("data-position", what, fix="pass the same sources in the same order"))
 
 

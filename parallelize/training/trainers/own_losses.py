@@ -1,7 +1,9 @@
-"""A `compute_loss` of the user's over data ranks: what it returns must be this rank's part of the mean over all of them.
+"""A `compute_loss` of the user's over data ranks: what it returns must be this rank's part of the mean over all of
+them.
 
-It is where it divides a sum by `num_items_in_batch`, and where it is a multiple of the loss that the model itself computes, which is
-such a part already. A mean that it takes of its own would count once for each data rank, without an error.
+It is where it divides a sum by `num_items_in_batch`, and where it is a multiple of the loss that the model itself
+computes, which is such a part already. A mean that it takes of its own would count once for each data rank, without an
+error.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def own_compute_loss(trainer: Any) -> Callable[..., Any] | None:
 
 
 def reads_count(function: Callable[..., Any]) -> bool:
-    """Whether the code of a function reads its `num_items_in_batch`, or the keywords that it came with; True for code that is not Python's."""
+    """Whether the code of a function reads its `num_items_in_batch`, or the keywords that it came with; True for code
+    that is not Python's."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -99,6 +102,9 @@ def _loss_of(output: Any) -> Any:
 
 
 def _refused(trainer: Any, setting: str) -> ModelError:
-    what = f"{setting} of {type(trainer).__name__} is a mean over one data rank, of which the gradients would be summed over all"
+    what = (
+        f"{setting} of {type(trainer).__name__} is a mean over one data rank, of which the gradients would be summed "
+        "over all"
+    )
     fix = f"divide a sum by its {_COUNT}, which counts the labels of all data ranks; or a multiple of outputs.loss"
     return ModelError(Problem("trainer-option", what, fix=fix))

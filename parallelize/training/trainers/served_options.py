@@ -1,4 +1,5 @@
-"""What `ParallelTrainer` serves of the stock Trainer: each other setting is refused by name, with what to use instead."""
+"""What `ParallelTrainer` serves of the stock Trainer: each other setting is refused by name, with what to use
+instead."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def _on_logits(trainer: Any, args: Any) -> Iterator[_Refused]:
 
 
 def _on_stages(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
-    """Settings that pipeline stages do not serve: a stage runs a part of the model, and the last one computes the loss."""
+    """Settings that pipeline stages do not serve: a stage runs a part of the model, and the last one computes the
+    loss."""
     if not trainer.has_stages:
         return
     fix = "parallelize_model(..., loss=a function of (output, targets) that returns a sum)"
@@ -156,7 +158,8 @@ def refuse_own_losses(trainer: Any) -> None:
 
 
 def _over_sequences(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
-    """Settings that read labels and logits of the same tokens: over `cp` logits are those of a rank, labels those of all."""
+    """Settings that read labels and logits of the same tokens: over `cp` logits are those of a rank, labels those of
+    all."""
     if trainer.parallel.mesh is None or mesh_spec(trainer.parallel.mesh).ranks("cp") == 1:
         return
     fix = "the loss of the model, which takes labels of full sequences; or a mesh without cp"
@@ -173,7 +176,8 @@ def refuse_iterated(dataset: Any, what: str) -> None:
 
 
 def refuse_uncounted(trainer: Any, count: Any) -> None:
-    """Refuse smoothed labels whose loss is not divided by the count over all data ranks: it would count once for each of them.
+    """Refuse smoothed labels whose loss is not divided by the count over all data ranks: it would count once for each
+    of them.
 
     The losses that models compute themselves are divided in their forward; those of the user see `own_losses`.
 
@@ -183,7 +187,10 @@ def refuse_uncounted(trainer: Any, count: Any) -> None:
         return
     if trainer.label_smoother is not None:
         model = type(trainer.model).__name__
-        what = f"label_smoothing_factor of {model} is a mean over one data rank, of which the gradients would be summed over all"
+        what = (
+            f"label_smoothing_factor of {model} is a mean over one data rank, of which the gradients would be summed "
+            "over all"
+        )
         fix = "compute_loss_func=a function of (outputs, labels, num_items_in_batch): a sum, divided by that count"
         raise ModelError(Problem("trainer-option", what, fix=fix))
 

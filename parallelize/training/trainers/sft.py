@@ -1,7 +1,8 @@
 """`ParallelSFTTrainer`: TRL's SFTTrainer around a model of `parallelize_model`.
 
-TRL replaces the model's forward with one that multiplies hidden states by the head's weight, of which a rank stores a shard. Here
-the model's own forward computes the same loss; `loss_parallel=True` or `fuse_loss=True` stores no full logits.
+TRL replaces the model's forward with one that multiplies hidden states by the head's weight, of which a rank stores a
+shard. Here the model's own forward computes the same loss; `loss_parallel=True` or `fuse_loss=True` stores no full
+logits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _LOSSES = ("nll", "chunked_nll")
 
 
 class ParallelSFTTrainer(ParallelTrainer):
-    """As `ParallelTrainer`, before TRL's `SFTTrainer` among the base classes. TRL's own metrics (entropy, token accuracy) are not logged.
+    """As `ParallelTrainer`, before TRL's `SFTTrainer` among the base classes. TRL's own metrics (entropy, token
+    accuracy) are not logged.
 
     Args:
         model, args, more, global_batch_size, keywords: as for `ParallelTrainer`.

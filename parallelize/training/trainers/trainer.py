@@ -60,15 +60,16 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
 
     Args:
         model: what `parallelize_model` returned.
-        args: `TrainingArguments`. On a mesh with `pp`, `gradient_accumulation_steps` batches become one, which the pipeline
-            splits into its microbatches.
-        global_batch_size: samples of an optimizer step, over all data ranks, from which `per_device_train_batch_size` is
-            computed, so that a run on another mesh has the same steps. Default: what `args` say.
+        args: `TrainingArguments`. On a mesh with `pp`, `gradient_accumulation_steps` batches become one, which the
+            pipeline splits into its microbatches.
+        global_batch_size: samples of an optimizer step, over all data ranks, from which `per_device_train_batch_size`
+            is computed, so that a run on another mesh has the same steps. Default: what `args` say.
         more, keywords: the other arguments of the stock Trainer.
 
     A `compute_loss` or `compute_loss_func` of your own returns this rank's part of the mean: a sum, divided by
-    `num_items_in_batch`, which counts the labels of all data ranks and accumulated batches; or a multiple of the loss that the model
-    itself computes. A `compute_loss` of another kind is refused in the first step on several data ranks, and always on a mesh with `pp`.
+    `num_items_in_batch`, which counts the labels of all data ranks and accumulated batches; or a multiple of the loss
+    that the model itself computes. A `compute_loss` of another kind is refused in the first step on several data ranks,
+    and always on a mesh with `pp`.
 
     Raises: ModelError `trainer-model`, `trainer-option`, `trainer-version`; MeshError `trainer-mesh`; ShapeError
         `indivisible-batch`; in training HandshakeError where ranks have other arguments.
@@ -106,7 +107,8 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         return self.parallel.mesh
 
     def _accepts_loss_keywords(self) -> bool:
-        """Whether the model's loss is a sum over labels, divided by the count it is passed. Others take the count and ignore it."""
+        """Whether the model's loss is a sum over labels, divided by the count it is passed. Others take the count and
+        ignore it."""
         model = self.parallel.module
         known = getattr(stock_model(model), "accepts_loss_kwargs", None)
         return known is not False and label_loss(model, torch.zeros(1, 1, dtype=torch.int64)).divides
@@ -129,7 +131,8 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
     # -- what the stock loop prepares -----------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The optimizer that `args` name, for shards. The groups are those of the stock Trainer, the same on every mesh.
+        """The optimizer that `args` name, for shards. The groups are those of the stock Trainer, the same on every
+        mesh.
 
         Args:
             model: not used: the parameters are those of the model on the mesh.
@@ -149,7 +152,8 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         return self.optimizer
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """The optimizer, its scheduler and the state of a checkpoint. accelerate wraps no model here, and divides no data."""
+        """The optimizer, its scheduler and the state of a checkpoint. accelerate wraps no model here, and divides no
+        data."""
         stock: Any = self
         with agree_on(self.mesh) as facts:
             facts |= self._facts(max_steps)
@@ -225,7 +229,8 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
             return self.parallel.step(**inputs, **named)
 
     def _local_count(self, labels: dict[str, Any]) -> int | None:
-        """The labels of this rank, as the stock Trainer counts them; None where the model's loss is a mean that takes no count."""
+        """The labels of this rank, as the stock Trainer counts them; None where the model's loss is a mean that takes
+        no count."""
         stock: Any = self
         count = stock._get_num_items_in_batch([{k: v for k, v in labels.items() if v is not None}], self.args.device)
         if count is None or self.parallel.pipeline.batches.loss is not token_loss:
@@ -336,7 +341,10 @@ def _default_arguments() -> Any:
 def _optimizer_class(cls: Any, options: dict[str, Any]) -> Any:
     """Raises: ModelError `trainer-option` for what is no optimizer of the parameters it is given."""
     if not isinstance(cls, type) or {"params", "model", "optimizer_dict"} & set(options):
-        what = f"{getattr(cls, '__name__', cls)} is not built from groups of parameters, as the optim of this trainer must be"
+        what = (
+            f"{getattr(cls, '__name__', cls)} is not built from groups of parameters, as the optim of this trainer "
+            "must be"
+        )
         fix = "optim='adamw_torch', or optimizers=(parallel.optimizer(torch.optim.AdamW, ...), None)"
         raise ModelError(Problem("trainer-option", what, fix=fix))
     return cls

@@ -191,7 +191,8 @@ def write_weights(parallel: Any, folder: Path) -> None:
 
 
 def read_weights(parallel: Any, folder: Path) -> None:
-    """Load what `write_weights` or `transformers` wrote. A collective. Raises: CheckpointError as `load_pretrained`, `missing-file`."""
+    """Load what `write_weights` or `transformers` wrote. A collective. Raises: CheckpointError as `load_pretrained`,
+    `missing-file`."""
     if not folder.is_dir():
         what = "there is no folder of this name to load weights from"
         raise CheckpointError(Problem("missing-file", what, str(folder), fix="the path of a checkpoint of this run"))

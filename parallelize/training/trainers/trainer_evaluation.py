@@ -1,4 +1,5 @@
-"""Evaluation of a `ParallelTrainer`: losses and predictions of the data ranks, in the order of the data set, on every rank."""
+"""Evaluation of a `ParallelTrainer`: losses and predictions of the data ranks, in the order of the data set, on every
+rank."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class TrainerEvaluation:
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Loss, predictions and labels of one batch. Pipeline stages run it together, and the last one sends the others what it has."""
+        """Loss, predictions and labels of one batch. Pipeline stages run it together, and the last one sends the others
+        what it has."""
         if self.has_stages:
             return self._predict_on_stages(inputs, prediction_loss_only, ignore_keys or [])
         stock: Any = super()
@@ -55,7 +57,8 @@ class TrainerEvaluation:
         return loss, private.tree_map(self._full, logits), labels
 
     def _full(self, value: Any) -> Any:
-        """Predictions of full sequences, with all of the vocabulary. A collective over `tp` and `cp` where they are sharded."""
+        """Predictions of full sequences, with all of the vocabulary. A collective over `tp` and `cp` where they are
+        sharded."""
         return _of_all_tokens(self.parallel, value.full_tensor() if isinstance(value, ShardedLogits) else value)
 
     def _gather(self, tensors: Any) -> Any:
@@ -87,7 +90,8 @@ class TrainerEvaluation:
         return loss, logits, None if loss_only else labels
 
     def _weights(self, batch: dict[str, Any], labels: Any, parts: int) -> list[float]:
-        """The weight of each microbatch in the loss of the batch, whose losses are means. Raises: ModelError `trainer-option`."""
+        """The weight of each microbatch in the loss of the batch, whose losses are means. Raises: ModelError
+        `trainer-option`."""
         if labels is None or parts <= 1:
             return [1.0] * parts
         kind = label_loss(self.parallel.module, labels)
@@ -112,7 +116,8 @@ class TrainerEvaluation:
 def _joined(
     full: Callable[[Any], Any], outputs: list[Any], weights: list[float], size: int, ignored: set[str] | None
 ) -> tuple[Any, Any]:
-    """(loss, predictions) of the microbatches of one batch; of a stage that is not the last, nothing. `ignored`: None for the loss alone."""
+    """(loss, predictions) of the microbatches of one batch; of a stage that is not the last, nothing. `ignored`: None
+    for the loss alone."""
     if not outputs:
         return None, None
     losses = [
@@ -143,7 +148,8 @@ def _divisible(inputs: dict[str, Any], count: int) -> tuple[dict[str, Any], int]
 
 
 def _of_all_tokens(parallel: Any, value: Any) -> Any:
-    """The tokens of all ranks of `cp`. A collective. Raises: ModelError `trainer-option` for what has no dim of tokens."""
+    """The tokens of all ranks of `cp`. A collective. Raises: ModelError `trainer-option` for what has no dim of
+    tokens."""
     context = context_of(parallel.module)
     if context is None or not isinstance(value, T) or value.ndim == 0:
         return value

@@ -1,4 +1,5 @@
-"""The loaders of a `ParallelTrainer`: every data rank gets its part of global batches that do not depend on the mesh."""
+"""The loaders of a `ParallelTrainer`: every data rank gets its part of global batches that do not depend on the
+mesh."""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ def _seed_worker(worker_id: int, num_workers: int, rank: int) -> None:
 
 
 class MicroBatches(Sampler[list[int]]):
-    """This rank's part of each batch that the data ranks run at once; `accumulated` of these are a global batch. A batch sampler.
+    """This rank's part of each batch that the data ranks run at once; `accumulated` of these are a global batch. A
+    batch sampler.
 
     An iteration is one epoch from its beginning: a trainer skips the batches that a resumed run has taken.
 
@@ -123,7 +125,8 @@ class MicroBatches(Sampler[list[int]]):
         num_samples: the number of samples in the data set.
         global_batch_size: samples of an optimizer step, over all data ranks.
         accumulated: forwards of each rank in an optimizer step.
-        seed, shuffle, drop_last, mesh: as for `GlobalBatches`. `drop_last` drops the samples that are no full global batch.
+        seed, shuffle, drop_last, mesh: as for `GlobalBatches`. `drop_last` drops the samples that are no full global
+            batch.
 
     Raises: ShapeError `indivisible-batch`, `no-batches`.
     """
@@ -173,8 +176,8 @@ class MicroBatches(Sampler[list[int]]):
 class EvaluationBatches(Sampler[list[int]]):
     """Batch i of the data set, in its order, goes to data rank i modulo their number. A batch sampler.
 
-    Each rank gets the same number of batches: where they do not divide, the last ones of some ranks are repetitions, of which
-    `counts` says 0. So each batch is evaluated as one process would, on any mesh.
+    Each rank gets the same number of batches: where they do not divide, the last ones of some ranks are repetitions, of
+    which `counts` says 0. So each batch is evaluated as one process would, on any mesh.
 
     Args:
         num_samples: the number of samples in the data set.

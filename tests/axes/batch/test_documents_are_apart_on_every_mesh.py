@@ -1,4 +1,5 @@
-"""Packed rows in steps, evaluations and forwards mean what they mean to the stock model without a cache, on every mesh."""
+"""Packed rows in steps, evaluations and forwards mean what they mean to the stock model without a cache, on every
+mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Lists, tuples, NumPy arrays and objects among the inputs of a step: split with the sequences, passed whole, or refused."""
+"""Lists, tuples, NumPy arrays and objects among the inputs of a step: split with the sequences, passed whole, or
+refused."""
 
 from __future__ import annotations
 

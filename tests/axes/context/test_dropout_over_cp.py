@@ -1,4 +1,5 @@
-"""Dropout over `cp` drops what one process drops: attention weights, activations, in every split of tokens and heads."""
+"""Dropout over `cp` drops what one process drops: attention weights, activations, in every split of tokens and
+heads."""
 
 from __future__ import annotations
 

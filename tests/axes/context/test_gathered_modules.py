@@ -1,4 +1,5 @@
-"""Modules that mix tokens otherwise than by attention, over `cp`: their full sequence is gathered, and the numbers are the unsharded model's."""
+"""Modules that mix tokens otherwise than by attention, over `cp`: their full sequence is gathered, and the numbers are
+the unsharded model's."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_candidates_that_are_rejected(way, name, mesh):
     assert all(torch.equal(tokens, expected) for tokens in results)
 
 
-# -- logits, and loops of one's own ---------------------------------------------------------------------------------------
+# -- logits, and loops of one's own ------------------------------------------------------------------------------------
 
 
 def logits_of_steps(model: Any, padded: bool, chunks: tuple[int, ...], total: int, keep: int) -> torch.Tensor:

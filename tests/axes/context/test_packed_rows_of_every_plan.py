@@ -1,4 +1,5 @@
-"""Packed rows over cp are those of the stock model, for every shipped plan: it may keep documents apart, in some layers, or not."""
+"""Packed rows over cp are those of the stock model, for every shipped plan: it may keep documents apart, in some
+layers, or not."""
 
 from __future__ import annotations
 

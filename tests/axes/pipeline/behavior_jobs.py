@@ -357,7 +357,8 @@ def paths_differ(rank: int) -> tuple[str, ...]:
 
 
 def compiled_layers(rank: int, compiled_first: bool, schedule: str) -> tuple[int, float]:
-    """A pipeline of layers that were compiled before or after the plan: the number of graphs of this rank, and the error."""
+    """A pipeline of layers that were compiled before or after the plan: the number of graphs of this rank, and the
+    error."""
     from torch._dynamo.backends.debugging import aot_eager
 
     num_graphs = 0

@@ -28,7 +28,8 @@ def gradients(parallel: Any) -> dict[str, torch.Tensor]:
 def same_as_in_order(
     rank: int, family: str, axes: dict[str, int], options: dict[str, Any], sizes: dict[str, Any]
 ) -> dict[str, Any]:
-    """A step in pairs and one in order: whether losses and gradients are the same bits, and the pairs that ran together."""
+    """A step in pairs and one in order: whether losses and gradients are the same bits, and the pairs that ran
+    together."""
     model = tiny_model(family, torch.float64, **sizes).train()
     mesh = build_mesh("cpu", **axes)
     ids, labels = tiny_batch(batch=6, length=8)
@@ -91,7 +92,8 @@ def a_pair_fails(rank: int, at: int, backward: bool) -> dict[str, Any]:
 
 
 def watched_on_one_rank(rank: int, kind: str) -> float:
-    """The largest relative error of a step during which the first rank alone has a mode of PyTorch, or all have autocast."""
+    """The largest relative error of a step during which the first rank alone has a mode of PyTorch, or all have
+    autocast."""
     from torch.utils.flop_counter import FlopCounterMode
 
     mesh, model = build_mesh("cpu", tp=2), tiny_model("llama", torch.float64, tie_word_embeddings=True)

@@ -1,4 +1,5 @@
-"""What a stage shows of the modules on other stages: shape and dtype of parameters in forwards, and where they are in `print`."""
+"""What a stage shows of the modules on other stages: shape and dtype of parameters in forwards, and where they are in
+`print`."""
 
 from __future__ import annotations
 

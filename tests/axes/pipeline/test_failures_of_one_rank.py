@@ -1,4 +1,5 @@
-"""A step that fails on one data rank, without a watch: every rank says which rank it was and its error, on every mesh."""
+"""A step that fails on one data rank, without a watch: every rank says which rank it was and its error, on every
+mesh."""
 
 from __future__ import annotations
 

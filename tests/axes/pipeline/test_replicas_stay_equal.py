@@ -1,4 +1,5 @@
-"""Ranks that store the same parameters go on to store the same values, or the first comparison after it says which do not."""
+"""Ranks that store the same parameters go on to store the same values, or the first comparison after it says which do
+not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""dgrad and then wgrad give the gradients of one backward, also for weights that are used twice or in other branches."""
+"""dgrad and then wgrad give the gradients of one backward, also for weights that are used twice or in other
+branches."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ MESHES = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2
 
 
 def run(axes: dict[str, int], change: Callable[[int, Any, dict], Any], **options: Any) -> list[str]:
-    """A right step, a changed one and another right one on every rank. Returns the texts of the changed one's errors."""
+    """A right step, a changed one and another right one on every rank. Returns the texts of the changed one's
+    errors."""
     base = tiny_model("llama", torch.float64)
     size = math.prod(axes.values())
     if "pp" in axes:

@@ -1,4 +1,5 @@
-"""Targets of a step: their position is that of the logits; labels are shifted as in the stock model; mistakes have names."""
+"""Targets of a step: their position is that of the logits; labels are shifted as in the stock model; mistakes have
+names."""
 
 from __future__ import annotations
 

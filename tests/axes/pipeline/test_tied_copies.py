@@ -118,7 +118,8 @@ ON_MESHES = pytest.mark.parametrize(
 
 
 def after_a_step(axes: dict[str, int], options: dict[str, Any], change: Callable[[int, Any], None]) -> list[str]:
-    """A step; `change(rank, model)`; and another step, in which nothing but copies of ties is compared. Texts of its errors."""
+    """A step; `change(rank, model)`; and another step, in which nothing but copies of ties is compared. Texts of its
+    errors."""
     base = tiny_model("llama", tie_word_embeddings=True)
 
     def body(rank: int) -> str:

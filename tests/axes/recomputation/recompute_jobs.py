@@ -145,7 +145,8 @@ def saved(rank: int) -> tuple[int, int]:
 
 
 def compiled(rank: int, fullgraph: bool) -> list[tuple[float, dict[str, int], bool]]:
-    """One layer compiled, without recompute and in each way: (largest difference, collectives of its backward, compiled).
+    """One layer compiled, without recompute and in each way: (largest difference, collectives of its backward,
+    compiled).
 
     fullgraph: refuse a graph that breaks.
     """

@@ -116,7 +116,8 @@ def test_bit_equal(family, dtype, size, sequence_parallel):
 def test_dropout_masks_replay(how):
     """Of several rates, from torch's generator.
 
-    Without a cache, which a recomputed model does not make: attention on the CPU rounds otherwise on what a cache returns.
+    Without a cache, which a recomputed model does not make: attention on the CPU rounds otherwise on what a cache
+    returns.
     """
     model = tiny_model("gpt2", resid_pdrop=0.2, attn_pdrop=0.3, embd_pdrop=0.1)
     other = recompute(copy.deepcopy(model), plan="gpt2", **how)
@@ -265,7 +266,8 @@ def run_block(net: nn.Module, steps: int = 1, seed: int = 0) -> list:
 
 
 def test_overlap_learns_between_forward_and_replay():
-    """After three forwards the matmul whose result nobody reads is not computed any more: each replay does as its forward did."""
+    """After three forwards the matmul whose result nobody reads is not computed any more: each replay does as its
+    forward did."""
     model = Blocks()
     models = [copy.deepcopy(model) for _ in range(2)]
 

@@ -18,7 +18,8 @@ from tests.support.parity import loss_of, worst
 
 
 def compiled(rank: int, backend: str, sequence_parallel: bool, overlap: str = "off") -> dict[str, Any]:
-    """A model with one decoder layer compiled with fullgraph, against eager: differences, and collectives in its graphs."""
+    """A model with one decoder layer compiled with fullgraph, against eager: differences, and collectives in its
+    graphs."""
     from collections import Counter
 
     from torch._dynamo.backends.common import aot_autograd
@@ -122,7 +123,8 @@ def compiled_then_changed(rank: int, sequence_parallel: bool, whole: bool) -> li
 
 
 def dtensors_of_graphs(rank: int, sequence_parallel: bool, whole: bool) -> list[int]:
-    """How many DTensors each compiled graph reads, of a model whose first forward is compiled, and after others were assigned."""
+    """How many DTensors each compiled graph reads, of a model whose first forward is compiled, and after others were
+    assigned."""
     from torch._dynamo.backends.debugging import aot_eager
     from torch.distributed.tensor import DTensor
 
@@ -150,7 +152,8 @@ def dtensors_of_graphs(rank: int, sequence_parallel: bool, whole: bool) -> list[
 def steps_of_compiled_layers(
     rank: int, family: str, axes: dict[str, int], options: dict[str, Any], config: dict[str, Any]
 ) -> tuple[int, list[float]]:
-    """Two steps with each layer compiled, and two in eager mode: the number of graphs, and the errors of the gradients."""
+    """Two steps with each layer compiled, and two in eager mode: the number of graphs, and the errors of the
+    gradients."""
     from torch._dynamo.backends.debugging import aot_eager
 
     num_graphs = 0
@@ -188,7 +191,8 @@ def _local_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def compiled_collectives(rank: int) -> dict[str, tuple[float, float]]:
-    """Each collective in a graph that reads plain tensors alone, against eager mode: the errors of the result and of the gradient."""
+    """Each collective in a graph that reads plain tensors alone, against eager mode: the errors of the result and of
+    the gradient."""
     group = Group(build_mesh("cpu", tp=2)["tp"].get_group())
     functions = {
         "copy": lambda x: ops.copy(x, group),

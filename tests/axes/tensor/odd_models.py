@@ -1,4 +1,5 @@
-"""A small model whose blocks run one odd operation, inside the sequence-parallel region or between column and row linears."""
+"""A small model whose blocks run one odd operation, inside the sequence-parallel region or between column and row
+linears."""
 
 from __future__ import annotations
 

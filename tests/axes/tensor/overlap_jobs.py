@@ -43,7 +43,8 @@ def equal_unsharded(rank: int, op: str, algorithms: list[dict[str, Any]]) -> Non
 
 
 def bits(rank: int, op: str, dtype: torch.dtype, rows: int, features: int) -> dict[str, float]:
-    """Of outputs and gradients in chunks against sync, and of a repeated run: largest relative differences (0: bit-equal)."""
+    """Of outputs and gradients in chunks against sync, and of a repeated run: largest relative differences (0:
+    bit-equal)."""
     group = Group(dist.group.WORLD)
     random = torch.Generator().manual_seed(rank)
     by_columns = op in ("all_gather_linear", "column_linear")

@@ -31,7 +31,8 @@ def test_same_collectives_for_tensor_parallelism(two_processes):
 
 @pytest.mark.sweep
 def test_same_collectives_for_sequence_parallelism(two_processes):
-    """The mirror in backward; pending reductions leave the graph and are summed together after backward, as in eager mode."""
+    """The mirror in backward; pending reductions leave the graph and are summed together after backward, as in eager
+    mode."""
     result = two_processes.run(jobs.compiled, "counting", True, timeout_s=240)[0]
     assert result["compiled"] == {
         "forward all_gather": 2,

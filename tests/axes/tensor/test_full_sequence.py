@@ -1,4 +1,5 @@
-"""The style `full_sequence`: a module that mixes tokens runs on all of them on every rank, inside the sequence-parallel region."""
+"""The style `full_sequence`: a module that mixes tokens runs on all of them on every rank, inside the sequence-parallel
+region."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def step(model, x, target):
 @pytest.mark.parametrize("length", [8, 7])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_equals_the_unsharded_model(sequence_parallel, length, recomputed):
-    """With dropout between the mixer's parts, whose mask is the same on each rank, and a length that ranks share unevenly."""
+    """With dropout between the mixer's parts, whose mask is the same on each rank, and a length that ranks share
+    unevenly."""
     torch.manual_seed(0)
     model = Net().double()
     x, target = torch.randn(2, 2, length, 6, dtype=torch.float64)
@@ -130,8 +132,8 @@ def test_generation(family):
 @pytest.mark.variants(every=5)
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "jamba", "lfm2_moe", "minimax", "llama4_text"])
 def test_in_a_pipeline_recomputed(family):
-    """On pp x tp under sequence parallelism. The caches of `transformers` do not know of layers that are on other stages. Llama 4
-    reads the device of its embedding's weight on every stage."""
+    """On pp x tp under sequence parallelism. The caches of `transformers` do not know of layers that are on other
+    stages. Llama 4 reads the device of its embedding's weight on every stage."""
     model = tiny_model(family, torch.float64)
     ids, labels = tiny_batch(batch=4)
     models = [copy.deepcopy(model) for _ in range(4)]

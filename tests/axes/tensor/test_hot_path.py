@@ -116,7 +116,8 @@ def test_recompute(reentrant, length):
 
 
 def test_recompute_with_two_lengths_alive():
-    """Forwards of 8 and of 12 tokens, then both backwards: recompute knows which is which. 7 and 8 would not: refused."""
+    """Forwards of 8 and of 12 tokens, then both backwards: recompute knows which is which. 7 and 8 would not:
+    refused."""
     model, models = pair()
 
     def two(net, lengths):
@@ -334,7 +335,8 @@ def test_clipping_refuses_what_is_not_finite():
 
 
 class Odd(nn.Module):
-    """Nobody planned for this: a reused block, keyword-only inputs, tuples, nested lists, an int buffer, bare parameters."""
+    """Nobody planned for this: a reused block, keyword-only inputs, tuples, nested lists, an int buffer, bare
+    parameters."""
 
     def __init__(self):
         super().__init__()

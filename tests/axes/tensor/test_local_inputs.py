@@ -1,4 +1,5 @@
-"""Arguments with a part for each head: each rank takes those of its heads, of every sequence, and the gradient is of all heads."""
+"""Arguments with a part for each head: each rank takes those of its heads, of every sequence, and the gradient is of
+all heads."""
 
 from __future__ import annotations
 

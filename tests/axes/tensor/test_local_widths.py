@@ -1,4 +1,5 @@
-"""Attention whose code takes the full width from its input: it reads that of this rank's heads, and all else gets the full tensor."""
+"""Attention whose code takes the full width from its input: it reads that of this rank's heads, and all else gets the
+full tensor."""
 
 from __future__ import annotations
 

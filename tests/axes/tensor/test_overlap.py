@@ -57,7 +57,7 @@ def test_chunked(family, tp, mode):
     assert counts[0]
 
 
-# -- blocks that do unusual things with their input ------------------------------------------------------------------------
+# -- blocks that do unusual things with their input --------------------------------------------------------------------
 
 
 class Mlp(nn.Module):
@@ -252,7 +252,7 @@ def test_auto_of_a_call_with_uneven_widths():
     run_ranks(2, body)
 
 
-# -- passes that are cut in two, or run again --------------------------------------------------------------------------------
+# -- passes that are cut in two, or run again --------------------------------------------------------------------------
 
 
 @pytest.mark.variants(every=2)
@@ -323,7 +323,7 @@ def test_a_failure_in_a_forward_and_then_a_step():
     run_ranks(2, body)
 
 
-# -- what is asked for ---------------------------------------------------------------------------------------------------------
+# -- what is asked for -------------------------------------------------------------------------------------------------
 
 
 def test_overlap_in_a_plan_file():
@@ -417,7 +417,7 @@ def test_a_given_profile_decides_and_is_kept():
     run_ranks(2, body)
 
 
-# -- after the plan: hooks, writes, late profiles --------------------------------------------------------------------------
+# -- after the plan: hooks, writes, late profiles ----------------------------------------------------------------------
 
 
 def halve(module: nn.Module, args: tuple) -> None:

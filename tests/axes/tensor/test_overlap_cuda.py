@@ -1,4 +1,5 @@
-"""Overlapped linears on GPUs: in chunks over NCCL, and by symmetric memory. `tests.support.device` says how few GPUs suffice."""
+"""Overlapped linears on GPUs: in chunks over NCCL, and by symmetric memory. `tests.support.device` says how few GPUs
+suffice."""
 
 from __future__ import annotations
 

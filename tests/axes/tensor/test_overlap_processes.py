@@ -35,8 +35,8 @@ def test_planned_models(two_processes, family, sequence_parallel):
 @pytest.mark.variants(every=2)
 @pytest.mark.parametrize("op", OPS)
 def test_results_do_not_depend_on_the_chunks(two_processes, op):
-    """fp32: outputs and input gradients bit-equal to sync where the kernel computes a row alike in any batch of rows, else to
-    rounding; weight gradients to rounding; repeats always bit-equal."""
+    """fp32: outputs and input gradients bit-equal to sync where the kernel computes a row alike in any batch of rows,
+    else to rounding; weight gradients to rounding; repeats always bit-equal."""
     rounding = (
         1e-6 if device.CHOSEN == "cpu" else 2e-6
     )  # a GPU has other kernels, with other sums, for other numbers of rows

@@ -1,6 +1,7 @@
 """Every shipped plan, sharded as threads in one process, equals the unsharded model: the definition of correct.
 
-Compared: inference, logits, loss, every gradient after one and after two backward passes, weights after three SGD steps.
+Compared: inference, logits, loss, every gradient after one and after two backward passes, weights after three SGD
+    steps.
 """
 
 from __future__ import annotations

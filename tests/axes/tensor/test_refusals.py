@@ -35,7 +35,7 @@ from tests.support.refused import RULES, WIDTH, Block, refused, small_mesh
 HIDDEN = torch.randn(2, 3, WIDTH)
 
 
-# -- parameters -----------------------------------------------------------------------------------------------------------
+# -- parameters --------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_has_gradients():
@@ -108,7 +108,7 @@ def test_questions_about_a_model_without_a_plan(ask):
         ask(Block())
 
 
-# -- rules ----------------------------------------------------------------------------------------------------------------
+# -- rules -------------------------------------------------------------------------------------------------------------
 
 
 class Outer(nn.Module):
@@ -168,7 +168,7 @@ def test_a_plan_that_is_no_plan(plan, kind):
         parallelize_module(Block(), mesh, plan)
 
 
-# -- style objects --------------------------------------------------------------------------------------------------------
+# -- style objects -----------------------------------------------------------------------------------------------------
 
 
 def test_a_dict_in_which_a_value_is_no_style():
@@ -219,7 +219,7 @@ def test_a_module_that_returns_fewer_outputs():
             model(hidden=HIDDEN)
 
 
-# -- collective matmuls ---------------------------------------------------------------------------------------------------
+# -- collective matmuls ------------------------------------------------------------------------------------------------
 
 
 def test_deferred_gradients_of_dtensors():
@@ -230,7 +230,7 @@ def test_deferred_gradients_of_dtensors():
             all_gather_linear(rows, weight, dim=1, deferred=DeferredGradients())
 
 
-# -- logits ---------------------------------------------------------------------------------------------------------------
+# -- logits ------------------------------------------------------------------------------------------------------------
 
 VOCABULARY = 10
 TARGETS = torch.zeros(6, dtype=torch.long)

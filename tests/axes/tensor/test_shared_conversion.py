@@ -1,4 +1,5 @@
-"""Linears that are called on one tensor share its input conversion: one gather or one reduction, and the same numbers."""
+"""Linears that are called on one tensor share its input conversion: one gather or one reduction, and the same
+numbers."""
 
 from __future__ import annotations
 
@@ -99,8 +100,8 @@ def test_copies_share_nothing_with_the_original():
         assert other(x) is not out and torch.equal(other(x), out)
 
 
-# A layer of TP: two all-reduces forward and two backward. Of TP + SP: two gathers and two reduce-scatters each.
-# Besides them: embedding, head, and the sum of the norms' gradients. A plan reduces the embedding before the region begins.
+# A layer of TP: two all-reduces forward and two backward. Of TP + SP: two gathers and two reduce-scatters each. Besides
+# them: embedding, head, and the sum of the norms' gradients. A plan reduces the embedding before the region begins.
 EXPECTED = {
     (True, False): {"all_reduce": 4 * jobs.LAYERS + 2, "all_gather": 1},
     (False, False): {"all_reduce": 4 * jobs.LAYERS + 2, "all_gather": 1},

@@ -1,4 +1,5 @@
-"""What each rank does in the tests of folded experts as PyTorch sees them: DTensors, and `torch.distributed.checkpoint`."""
+"""What each rank does in the tests of folded experts as PyTorch sees them: DTensors, and
+`torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ EXPERTS = "model.layers.0.mlp.experts."
 
 
 def experts_in_torch(rank: int, experts: int, options: dict[str, Any], folder: str) -> dict[str, Any]:
-    """By parameter: its placements, whether `full_tensor()` and a saved file have its values, of it and of Adam's moments."""
+    """By parameter: its placements, whether `full_tensor()` and a saved file have its values, of it and of Adam's
+    moments."""
     model = tiny_model("mixtral", torch.float64, num_local_experts=experts)
     full = {name: value.clone() for name, value in model.state_dict().items()}
     parallel = parallelize_model(model, build_mesh("cpu", dp=4), **options)

@@ -1,4 +1,5 @@
-"""Adapters that PEFT adds to a model whose parameters are sharded by ZeRO 3: trained in a plain loop as on one process."""
+"""Adapters that PEFT adds to a model whose parameters are sharded by ZeRO 3: trained in a plain loop as on one
+process."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def loss_of(model, rows: slice) -> torch.Tensor:
 
 
 def train(module, parts: list[slice], accumulating, clip) -> torch.Tensor:
-    """The norms of gradients of four steps, after a forward that leaves the outermost unit gathered. parts: of each step's batch."""
+    """The norms of gradients of four steps, after a forward that leaves the outermost unit gathered. parts: of each
+    step's batch."""
     with torch.no_grad():
         loss_of(module, parts[0])
     model = seeded(lambda: move(peft.get_peft_model(module, config("lora"))))

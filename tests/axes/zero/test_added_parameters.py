@@ -1,4 +1,5 @@
-"""Parameters that train only since data axes were applied are trained as on one process: unfrozen ones, and added ones."""
+"""Parameters that train only since data axes were applied are trained as on one process: unfrozen ones, and added
+ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Running statistics of normalizations over data axes: one value on all ranks after each step, that of the first rank."""
+"""Running statistics of normalizations over data axes: one value on all ranks after each step, that of the first
+rank."""
 
 from __future__ import annotations
 

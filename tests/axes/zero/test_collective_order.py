@@ -1,4 +1,5 @@
-"""ZeRO 3 where data ranks run different units: refused by name, before a rank's shard is taken for one of another unit."""
+"""ZeRO 3 where data ranks run different units: refused by name, before a rank's shard is taken for one of another
+unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A backward whose gradients stay on one data rank is refused: of models without a reducer, and of copies of those with one."""
+"""A backward whose gradients stay on one data rank is refused: of models without a reducer, and of copies of those with
+one."""
 
 from __future__ import annotations
 

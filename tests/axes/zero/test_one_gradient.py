@@ -1,4 +1,5 @@
-"""Gradients read through the model and through the optimizer are the same numbers, whoever edits them, at every ZeRO stage."""
+"""Gradients read through the model and through the optimizer are the same numbers, whoever edits them, at every ZeRO
+stage."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ def test_whoever_edits_gradients_edits_those_of_both(zero):
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
 def test_edits_of_sums_in_a_narrower_dtype(zero, narrow):
-    """The optimizer steps float32 copies: what scales gradients scales them in float32, wherever they are read afterwards."""
+    """The optimizer steps float32 copies: what scales gradients scales them in float32, wherever they are read
+    afterwards."""
     initial = net(torch.float32)
 
     def body(rank: int) -> None:
@@ -192,7 +194,8 @@ def test_edits_of_gradients_that_tp_shards_too(zero, source):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_frozen_parameters_with_gradients_are_stepped_alike(zero):
-    """As when a discriminator is frozen for the generator's pass, and stepped afterwards; and with kept gradients of zeros."""
+    """As when a discriminator is frozen for the generator's pass, and stepped afterwards; and with kept gradients of
+    zeros."""
     initial = net()
 
     def body(rank: int) -> None:

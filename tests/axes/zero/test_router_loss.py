@@ -1,6 +1,7 @@
 """The load-balancing loss of stock mixtures over ranks: the gradients of routers equal those of the unsharded model.
 
-The value alone proves nothing: the mean of the losses of the ranks is within a percent of it, with gradients several times off.
+The value alone proves nothing: the mean of the losses of the ranks is within a percent of it, with gradients several
+times off.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ def test_a_loss_without_a_graph_is_that_of_the_rank():
 
 
 def means() -> dict[str, tuple[nn.Module, dict, torch.Tensor]]:
-    """Models whose loss is a mean that takes no count: with their inputs, and labels that are unequally many on two ranks."""
+    """Models whose loss is a mean that takes no count: with their inputs, and labels that are unequally many on two
+    ranks."""
     import transformers
 
     config = transformers.LlamaConfig(**COMMON, **GQA, num_labels=3, classifier_dropout=0.0)

@@ -1,4 +1,5 @@
-"""PyTorch's distributed checkpoint: `get_state_dict`, `dcp.save`, `dcp.load` and `set_state_dict` continue a run on any mesh."""
+"""PyTorch's distributed checkpoint: `get_state_dict`, `dcp.save`, `dcp.load` and `set_state_dict` continue a run on any
+mesh."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def choices() -> Choices:
 
 
 def call_of(rank: int, number: int) -> tuple[torch.Tensor, int, bool]:
-    """The inputs of one backward of a data rank: others take other branches, and nobody takes layer 1's left in number 0."""
+    """The inputs of one backward of a data rank: others take other branches, and nobody takes layer 1's left in number
+    0."""
     x = torch.randn(2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * rank + number))
     bits = (rank + number) % 2 if number == 0 else (rank + number) % 4
     return x, bits, rank == 1

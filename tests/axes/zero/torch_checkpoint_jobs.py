@@ -1,4 +1,5 @@
-"""What each rank does in the tests of PyTorch's distributed checkpoint: a run is saved on one mesh and continued on another."""
+"""What each rank does in the tests of PyTorch's distributed checkpoint: a run is saved on one mesh and continued on
+another."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ Where = tuple[dict[str, int], dict[str, Any]]
 def continued(
     rank: int, saved: Where, loaded: Where, cls: str, folder: str, family: str = "llama", flat: bool = False
 ) -> dict[str, float]:
-    """Relative errors of a run that goes on elsewhere: of its weights, against the unsharded model's and the other run's."""
+    """Relative errors of a run that goes on elsewhere: of its weights, against the unsharded model's and the other
+    run's."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     first = Run(rank, *saved, cls, family, seed=0)
     first.train(0)
@@ -153,7 +155,8 @@ def continued_from_full(rank: int, where: Where, cls: str, family: str = "llama"
 
 
 def in_one_process(rank: int, where: Where, cls: str, folder: str, family: str = "llama") -> float | None:
-    """Relative error of the weights of an unsharded run that goes on with the files of a mesh, in the process of rank 0."""
+    """Relative error of the weights of an unsharded run that goes on with the files of a mesh, in the process of rank
+    0."""
     first = Run(rank, *where, cls, family, seed=0)
     first.train(0)
     first.save(Path(folder), StateDictOptions())

@@ -1,4 +1,5 @@
-"""Collectives are called without functorch's preparations, and its transforms are refused as by any Function of PyTorch."""
+"""Collectives are called without functorch's preparations, and its transforms are refused as by any Function of
+PyTorch."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def on_ranks(base, body, timeout_s=30.0):
 
 
 def consume(model, leave, **options):
-    """How an export ended on this rank, and the number of buckets. `leave`: what this rank does after its second bucket."""
+    """How an export ended on this rank, and the number of buckets. `leave`: what this rank does after its second
+    bucket."""
     count = 0
     try:
         for _ in export_weights(model, bucket="8KB", **options):

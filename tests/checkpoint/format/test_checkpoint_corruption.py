@@ -49,10 +49,11 @@ STEP = 5
 BLOCK_BYTES = 128
 SECONDS, MEGABYTES = 1.0, 100
 Damage = tuple[str, str]
-"""(file, tensor) that the error must name; "" for none. ("unread", ""): the damage must not matter, and loading succeeds."""
+"""(file, tensor) that the error must name; "" for none. ("unread", ""): the damage must not matter, and loading
+succeeds."""
 
 
-# -- a checkpoint of three files ------------------------------------------------------------------------------------------
+# -- a checkpoint of three files ---------------------------------------------------------------------------------------
 
 
 class ThreadSync:
@@ -188,7 +189,7 @@ def outcome(bench: Bench, folder: Path, damage: Damage) -> str:
     return "" if file == "unread" else "SILENT: damage was not seen"
 
 
-# -- random damage --------------------------------------------------------------------------------------------------------
+# -- random damage -----------------------------------------------------------------------------------------------------
 
 
 def flip(chance: random.Random, folder: Path) -> Damage:
@@ -460,7 +461,10 @@ def test_no_random_damage_goes_unseen(intact, bench, tmp_path):
                 failures.append(f"{kind.__name__} {repeat} {damage}: {failure}")
             shutil.rmtree(root)
     total = sum(counts.values())
-    text = f"{total} corruptions, seed {SEED}, {len(failures)} not as expected, {sum(unread.values())} without effect on the result; {dict(counts)}"
+    text = (
+        f"{total} corruptions, seed {SEED}, {len(failures)} not as expected, {sum(unread.values())} without effect on "
+        f"the result; {dict(counts)}"
+    )
     print(text)
     assert not failures, text + "\n" + "\n".join(failures[:20])
     assert total >= 1000
@@ -492,7 +496,7 @@ def test_every_byte_of_every_file_is_checked(intact, bench, tmp_path):
     assert not failures, failures[:10]
 
 
-# -- damage with updated digests ---------------------------------------------------------------------------------------------
+# -- damage with updated digests ---------------------------------------------------------------------------------------
 
 
 def resign(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda document: None) -> None:
@@ -514,8 +518,8 @@ def sign(folder: Path, body: bytes) -> None:
 
 
 def test_a_forged_manifest_never_breaks_the_loader(intact, bench, tmp_path):
-    """Any changed field, with updated digests: refused with a CheckpointError, or loaded completely. (Someone who can update
-    the digests can also write other values, which is not detected.)"""
+    """Any changed field, with updated digests: refused with a CheckpointError, or loaded completely. (Someone who can
+    update the digests can also write other values, which is not detected.)"""
     chance, root, counts, failures = random.Random(SEED), tmp_path / "run", Counter(), []
     shutil.copytree(intact, root)
     folder = folder_of(root)
@@ -539,7 +543,7 @@ def test_a_forged_manifest_never_breaks_the_loader(intact, bench, tmp_path):
     assert not failures, failures[:20]
 
 
-# -- hostile input ----------------------------------------------------------------------------------------------------------
+# -- hostile input -----------------------------------------------------------------------------------------------------
 
 
 class TimeLimit(BaseException):
@@ -947,7 +951,7 @@ def hub_edit(chance: random.Random, folder: Path, what: str) -> Damage:
     return name, ""
 
 
-# -- hostile manifests, with updated digests -------------------------------------------------------------------------------
+# -- hostile manifests, with updated digests ---------------------------------------------------------------------------
 
 WEIGHT, LOSSES = "model/first.weight", "state/values.losses"
 
@@ -1091,7 +1095,7 @@ def test_there_are_forty_hostile_inputs():
     print(f"{len(HEADERS)} headers, {len(FOLDERS)} folders, {len(ALLOWED)} pickles, {len(MANIFESTS)} manifests")
 
 
-# -- any bytes --------------------------------------------------------------------------------------------------------------
+# -- any bytes ---------------------------------------------------------------------------------------------------------
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),

@@ -1,4 +1,5 @@
-"""Boxes of files by pieces: the values of a plain read, for every kind of box, and errors that leave no thread reading."""
+"""Boxes of files by pieces: the values of a plain read, for every kind of box, and errors that leave no thread
+reading."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def bad(value, *words: str, tensors=None):
         assert word in str(caught.value), caught.value
 
 
-# -- round trips ----------------------------------------------------------------------------------------------------------
+# -- round trips -------------------------------------------------------------------------------------------------------
 
 TEXT = st.text(st.characters(), max_size=6)  # lone surrogates too
 HASHABLE = st.recursive(
@@ -225,7 +225,7 @@ def test_equal_values_are_written_equally():
     assert json.dumps(encode({"b": 1, "a": 2})) == '{"b": 1, "a": 2}'
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 class Thing:
@@ -294,7 +294,7 @@ def test_cycles_and_depth_are_refused_and_64_levels_are_not():
     bad(nested(66), "more than 64")
 
 
-# -- hostile JSON ---------------------------------------------------------------------------------------------------------
+# -- hostile JSON ------------------------------------------------------------------------------------------------------
 
 TENSOR = {"$": "tensor", "dtype": "float32", "shape": [1], "base64": "AAAAAA=="}
 

@@ -1,4 +1,5 @@
-"""The work of each rank in the tests of Hugging Face folders: load into a model on the meta device, save, load again."""
+"""The work of each rank in the tests of Hugging Face folders: load into a model on the meta device, save, load
+again."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def planned_on_meta(folder: str, axes: dict[str, int]) -> Any:
 
 
 def load_mapped(rank: int, folder: str, axes: dict[str, int]) -> list[str]:
-    """Check that a mapped load has the weights of a copied one, where they are, and that training it does not reach the files."""
+    """Check that a mapped load has the weights of a copied one, where they are, and that training it does not reach the
+    files."""
     copied, model = planned_on_meta(folder, axes), planned_on_meta(folder, axes)
     load_pretrained(copied, folder)
     before = {path.name: path.read_bytes() for path in Path(folder).glob("*.safetensors")}

@@ -1,4 +1,5 @@
-"""Adapters of a model on a mesh are saved as PEFT saves those of the unsharded model, byte for byte, and load in both."""
+"""Adapters of a model on a mesh are saved as PEFT saves those of the unsharded model, byte for byte, and load in
+both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Of a folder of `transformers` a rank reads its experts alone, whether the file has one tensor for each expert or all in one."""
+"""Of a folder of `transformers` a rank reads its experts alone, whether the file has one tensor for each expert or all
+in one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tensors are read and written as the boxes that transformers uses: bit-equal to from_pretrained and save_pretrained."""
+"""Tensors are read and written as the boxes that transformers uses: bit-equal to from_pretrained and
+save_pretrained."""
 
 from __future__ import annotations
 

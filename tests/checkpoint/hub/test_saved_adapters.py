@@ -1,4 +1,5 @@
-"""Folders and exports of models with adapters are of the stock model, with what is merged; what is not merged is refused."""
+"""Folders and exports of models with adapters are of the stock model, with what is merged; what is not merged is
+refused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a disk may contain after a power loss: every prefix of the operations on a folder, without what was not flushed.
 
-The content of a file is safe up to its last fsync, and the entries of a folder up to the folder's last fsync. Later changes may
-be there, or not, or in part. Does not import torch.
+The content of a file is safe up to its last fsync, and the entries of a folder up to the folder's last fsync. Later
+changes may be there, or not, or in part. Does not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Saves that are killed, or that get an error from the disk, at one operation: in forks of a process without threads.
 
-A fork server (`python -m tests.checkpoint.run.fault_jobs`) reads test configurations, one JSON object per line, and answers with the
-results of each rank and of a new loader. Ranks are forks of it, so that no test waits for imports.
+A fork server (`python -m tests.checkpoint.run.fault_jobs`) reads test configurations, one JSON object per line, and
+answers with the results of each rank and of a new loader. Ranks are forks of it, so that no test waits for imports.
 """
 
 from __future__ import annotations

@@ -148,7 +148,8 @@ def rebuilt_run(rank: int, axes: dict[str, int], options: dict[str, Any], root: 
 
 
 def every_optimizer(rank: int, axes: dict[str, int], options: dict[str, Any], root: str) -> list[str]:
-    """Each optimizer of torch.optim that takes such parameters: state saved, loaded into a new one, and going on alike."""
+    """Each optimizer of torch.optim that takes such parameters: state saved, loaded into a new one, and going on
+    alike."""
     wrong = []
     for name, settings in {**OPTIMIZERS, "Adafactor": {}, "LBFGS": {"max_iter": 2}}.items():
         if rank == 0:
@@ -228,7 +229,7 @@ def masters(rank: int, root: str) -> list[str]:
     return wrong
 
 
-# -- the folder ---------------------------------------------------------------------------------------------------------
+# -- the folder --------------------------------------------------------------------------------------------------------
 
 
 def small(root: str, **options: Any) -> tuple[nn.Module, Checkpointer]:

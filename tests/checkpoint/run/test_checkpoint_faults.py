@@ -1,7 +1,9 @@
-"""A save that is interrupted at any point, on any rank or by the disk, leaves the last good checkpoint or the new one, complete.
+"""A save that is interrupted at any point, on any rank or by the disk, leaves the last good checkpoint or the new one,
+complete.
 
 Each fault: a good save of step 1, then a save of step 2 into the same folder with one fault at operation n of one rank.
-Operations are those of `parallelize/checkpoint/format/disk.py`, counted in a run without a fault, so new ones are included.
+Operations are those of `parallelize/checkpoint/format/disk.py`, counted in a run without a fault, so new ones are
+included.
 """
 
 from __future__ import annotations
@@ -182,7 +184,7 @@ def points(variant: Config, seen: list[list[str]], kinds: Any = None) -> list[Co
     ]
 
 
-# -- the sweeps ---------------------------------------------------------------------------------------------------------
+# -- the sweeps --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep
@@ -306,11 +308,12 @@ def test_an_overwriting_save_never_mixes_ranks(servers, survived):
     assert servers.run([config])[0]["checked"] == {"step": 1, "wrong": []}
 
 
-# -- the operations themselves, in this process ---------------------------------------------------------------------------
+# -- the operations themselves, in this process ------------------------------------------------------------------------
 
 
 def test_no_close_fails_a_save(tmp_path, monkeypatch):
-    """The files are flushed by then. Without this, a close after the rename failed a save whose checkpoint was there."""
+    """The files are flushed by then. Without this, a close after the rename failed a save whose checkpoint was
+    there."""
     real, failed = os.close, []
 
     def close(descriptor: int) -> None:
@@ -330,7 +333,8 @@ def test_no_close_fails_a_save(tmp_path, monkeypatch):
 
 
 def test_folders_that_could_not_be_flushed_are_made_again(tmp_path, monkeypatch):
-    """A folder of a run that was made, and whose entry is not on the disk, must not be taken for one that was flushed."""
+    """A folder of a run that was made, and whose entry is not on the disk, must not be taken for one that was
+    flushed."""
     bench, flushed = fault_jobs.Bench(), []
     root = tmp_path / "runs" / "a"
 
@@ -348,7 +352,7 @@ def test_folders_that_could_not_be_flushed_are_made_again(tmp_path, monkeypatch)
     assert {tmp_path, root.parent} <= set(flushed)
 
 
-# -- power loss -----------------------------------------------------------------------------------------------------------
+# -- power loss --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -419,7 +423,7 @@ def test_power_may_fail_in_the_first_save(tmp_path, split_small_tensors):
     assert none
 
 
-# -- who may write --------------------------------------------------------------------------------------------------------
+# -- who may write -----------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_has_one_writer(tmp_path):

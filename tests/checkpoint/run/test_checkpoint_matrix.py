@@ -1,4 +1,5 @@
-"""Any mesh loads what any mesh saved: weights and optimizer state are bit-equal, and training goes on as it would have."""
+"""Any mesh loads what any mesh saved: weights and optimizer state are bit-equal, and training goes on as it would
+have."""
 
 from __future__ import annotations
 

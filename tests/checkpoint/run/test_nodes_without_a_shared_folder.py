@@ -376,7 +376,7 @@ def test_ranks_that_see_files_of_each_other_only_in_part():
         assert caught.value.slugs == ("folders-differ",)
 
 
-# -- several saves, and faults of disks ---------------------------------------------------------------------------------
+# -- several saves, and faults of disks --------------------------------------------------------------------------------
 
 
 def test_retention_and_setting_aside_are_the_same_on_every_node(tmp_path):
@@ -518,7 +518,8 @@ def test_a_folder_of_a_node_has_one_writer(tmp_path):
 
 @pytest.mark.sweep
 def test_power_may_fail_on_both_nodes_at_any_moment_of_a_save(tmp_path):
-    """Each disk loses any part of what was not flushed: the next run resumes from step 1 or 2, the same on both nodes."""
+    """Each disk loses any part of what was not flushed: the next run resumes from step 1 or 2, the same on both
+    nodes."""
     base, copy = tmp_path / "base", tmp_path / "copy"
     base.mkdir()
     logs: list[Any] = []

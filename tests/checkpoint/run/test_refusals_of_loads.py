@@ -52,7 +52,7 @@ def refusal(root: Path, layer: nn.Linear, **options: Any) -> CheckpointError:
     return caught.value
 
 
-# -- optimizers -----------------------------------------------------------------------------------------------------------
+# -- optimizers --------------------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_of_another_class(tmp_path):
@@ -154,7 +154,7 @@ def test_an_edited_description_is_refused_by_name(tmp_path, kind, monkeypatch):
     assert caught.value.slugs[0] in ("bad-value", "unknown-class")
 
 
-# -- everything else ------------------------------------------------------------------------------------------------------
+# -- everything else ---------------------------------------------------------------------------------------------------
 
 
 def scheduler_of(layer: nn.Linear) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def test_learning_rates_that_are_tensors():
     assert run(restored, built, 4) == run(optimizer, scheduler, 4)
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -268,7 +268,7 @@ def test_state_that_is_not_a_plain_value_is_refused_by_path():
     refused("unsavable-value", lambda: describe_scheduler(both), "scheduler[1].curve")
 
 
-# -- classes of optimizers ------------------------------------------------------------------------------------------------
+# -- classes of optimizers ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in torch.optim.__all__ if name not in ("Optimizer", "lr_scheduler")])

@@ -1,4 +1,5 @@
-"""A run that stops on a signal: all ranks at one step, saved, with a status that schedulers requeue; a second signal ends at once."""
+"""A run that stops on a signal: all ranks at one step, saved, with a status that schedulers requeue; a second signal
+ends at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tools that need no model and no process group: inspect, verify, reshape, and conversion from and to Hugging Face."""
+"""The tools that need no model and no process group: inspect, verify, reshape, and conversion from and to Hugging
+Face."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def rows(problem: Any) -> dict[str, str]:
     return dict(problem.rows)
 
 
-# -- reshape --------------------------------------------------------------------------------------------------------------
+# -- reshape -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.variants(every=9)
@@ -176,7 +177,8 @@ def _slice(rank: int, box: Any) -> Any:
 
 
 def test_rows_are_sharded_as_they_are_stored_with_padding():
-    """Two chunks of 3 rows: rank 0 of tp stores 4 rows; rank 1 stores 2, padded to 4, of which the first rank of dp has 2."""
+    """Two chunks of 3 rows: rank 0 of tp stores 4 rows; rank 1 stores 2, padded to 4, of which the first rank of dp has
+    2."""
     layout = packed((6, 2), 0, 2, [Chunk(3), Chunk(3)])
     owned = list(owners("w", (6, 2), 4, TargetSharding(0, layout, "dp"), MeshSpec(dp=2, tp=2)))
     assert [(rank, box[0]) for rank, box in owned] == [(0, (0, 2)), (2, (3, 5)), (1, (2, 3)), (1, (5, 6))]
@@ -271,7 +273,7 @@ def test_a_changed_bit_in_the_source_ends_it_and_leaves_nothing(copied, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "run"]
 
 
-# -- Hugging Face ---------------------------------------------------------------------------------------------------------
+# -- Hugging Face ------------------------------------------------------------------------------------------------------
 
 MODELS = {
     "llama": lambda: tiny_model("llama"),
@@ -472,7 +474,7 @@ def test_tied_weights_that_differ_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# -- verify ---------------------------------------------------------------------------------------------------------------
+# -- verify ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_flipped_bit_is_reported_with_file_and_tensor_and_the_rest_is_checked(saved, tmp_path):
@@ -566,7 +568,7 @@ def test_verify_of_hugging_face_folders_checks_what_can_be_checked(copied, tmp_p
     assert "truncated-file" in [file.slug for file in verify_checkpoint(tmp_path / "plain")]
 
 
-# -- the command line -----------------------------------------------------------------------------------------------------
+# -- the command line --------------------------------------------------------------------------------------------------
 
 
 def run(*arguments: Any, **environment: str) -> subprocess.CompletedProcess:
@@ -651,7 +653,7 @@ def test_mistakes_are_one_message_and_status_2(copied, tmp_path, capsys):
     assert not (tmp_path / "a").exists()
 
 
-# -- memory ---------------------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 TENSOR = 8 << 20
 MEASURE = """

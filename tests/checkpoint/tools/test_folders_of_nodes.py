@@ -1,4 +1,5 @@
-"""Checkpoints that nodes have saved in folders of their own, gathered offline from several folders or from one copy of all."""
+"""Checkpoints that nodes have saved in folders of their own, gathered offline from several folders or from one copy of
+all."""
 
 from __future__ import annotations
 

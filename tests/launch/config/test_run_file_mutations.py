@@ -1,7 +1,8 @@
-"""Every key of a run with values that it cannot have: refused with line, column, what and fix, or accepted as the schema says.
+"""Every key of a run with values that it cannot have: refused with line, column, what and fix, or accepted as the
+schema says.
 
-The JSON schema is the other opinion. What it accepts and the loader refuses is a name of something that does not exist, values that
-do not fit each other, or text that YAML 1.1 reads as another number than it shows.
+The JSON schema is the other opinion. What it accepts and the loader refuses is a name of something that does not exist,
+values that do not fit each other, or text that YAML 1.1 reads as another number than it shows.
 """
 
 from __future__ import annotations

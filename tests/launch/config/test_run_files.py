@@ -25,7 +25,7 @@ schedule: {warmup_steps: 10, decay: cosine}
 steps: 100
 checkpoints: {folder: runs/a, every: 10}
 anomalies: {nonfinite: rewind}
-"""
+"""  # noqa: E501
 
 
 def problems_of(text: str, *overrides: str) -> list[tuple[str, str]]:

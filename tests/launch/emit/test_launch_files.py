@@ -25,7 +25,10 @@ pytestmark = pytest.mark.torch_free
 
 
 def config_of(tmp_path, mesh="pp=2,dp=4,tp=4", device="cuda"):
-    text = f"model: llama\ndata: {{function: 'tests.launch.some_rows:rows', global_batch: 64}}\nmesh: {mesh}\ndevice: {device}\n"
+    text = (
+        f"model: llama\ndata: {{function: 'tests.launch.some_rows:rows', global_batch: 64}}\nmesh: {mesh}\ndevice: "
+        f"{device}\n"
+    )
     return parse_run_config(text + f"checkpoints: {{folder: {tmp_path}}}", "runs/my run.yaml")
 
 
@@ -72,7 +75,8 @@ def test_slurm(tmp_path):
 )
 def test_slurm_starts_the_ranks_again_as_often_as_restarts_say(tmp_path, statuses, starts, requeued, end):
     (tmp_path / "srun").write_text(
-        f"#!/bin/bash\necho >> {tmp_path}/starts\nset -- {statuses}\nshift $(($(wc -l < {tmp_path}/starts) - 1))\nexit $1\n"
+        f"#!/bin/bash\necho >> {tmp_path}/starts\nset -- {statuses}\nshift $(($(wc -l < {tmp_path}/starts) - "
+        "1))\nexit $1\n"
     )
     (tmp_path / "scontrol").write_text(f"#!/bin/bash\ntouch {tmp_path}/requeued\n")
     for name in ("srun", "scontrol"):

@@ -1,4 +1,5 @@
-"""A run that goes on reads its file: every key takes effect, or is compared with the checkpoint and refused with both values."""
+"""A run that goes on reads its file: every key takes effect, or is compared with the checkpoint and refused with both
+values."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ steps: 4
 checkpoints: {{folder: {folder}/saved, every: 2, asynchronous: false}}
 metrics: {{profile_every: 0, predict: false}}
 watch: {{timeout_s: 0}}
-"""
+"""  # noqa: E501
 
 CHANGED = {
     "data.cache": "elsewhere",
@@ -343,9 +344,11 @@ def test_the_manifest_has_the_record(saved):
 def test_keys_that_may_differ_are_those_that_are_compared():
     with pytest.raises(LaunchError, match=r"optimizer\.lr is no key whose change is refused"):
         parse_run_config(
-            "model: llama\ndata: {function: 'tests.launch.some_rows:rows'}\ncheckpoints: {folder: a, may_differ: optimizer.lr}"
+            "model: llama\ndata: {function: 'tests.launch.some_rows:rows'}\ncheckpoints: {folder: a, may_differ: "
+            "optimizer.lr}"
         )
     config = parse_run_config(
-        "model: llama\ndata: {function: 'tests.launch.some_rows:rows'}\ncheckpoints: {folder: a, may_differ: [model.lora.r, data]}"
+        "model: llama\ndata: {function: 'tests.launch.some_rows:rows'}\ncheckpoints: {folder: a, may_differ: "
+        "[model.lora.r, data]}"
     )
     assert config.checkpoints.may_differ == ("model.lora.r", "data")

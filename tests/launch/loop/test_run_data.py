@@ -1,4 +1,5 @@
-"""Data of a run: bytes and tokens of files, JSON lines, functions; positions; what is not data is refused by file and line."""
+"""Data of a run: bytes and tokens of files, JSON lines, functions; positions; what is not data is refused by file and
+line."""
 
 from __future__ import annotations
 

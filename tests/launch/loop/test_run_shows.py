@@ -99,7 +99,10 @@ def test_a_run_that_goes_on_is_the_same_one_at_weights_and_biases(tmp_path, monk
     ids = []
     monkeypatch.setattr(run_metrics, "WandbLogger", lambda project, config, run_id: ids.append(run_id) or Closed())
     for folder in ("a", "a", "b", ""):
-        text = f"model: llama\ndata: {{function: 'tests.launch.some_rows:rows'}}\nmetrics: {{wandb: p}}\ncheckpoints: {{folder: '{folder and tmp_path / folder}'}}"
+        text = (
+            f"model: llama\ndata: {{function: 'tests.launch.some_rows:rows'}}\nmetrics: {{wandb: p}}\ncheckpoints: "
+            f"{{folder: '{folder and tmp_path / folder}'}}"
+        )
         run_metrics.RunMetrics(parse_run_config(text), 1, 1.0, 1.0, "heading", enabled=True).close()
     assert ids[0] and ids[0] == ids[1] != ids[2] and ids[3] is None
 

@@ -1,4 +1,5 @@
-"""Another number of ranks: the mesh that fits, with the same global batch; and what placement and memory are predicted."""
+"""Another number of ranks: the mesh that fits, with the same global batch; and what placement and memory are
+predicted."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ def test_errors_have_statuses():
 
 
 def test_a_peer_that_is_killed_while_ranks_start_is_tried_again():
-    """Ranks without an agent end each by itself; a scheduler starts them again unless one says that it was a mistake."""
+    """Ranks without an agent end each by itself; a scheduler starts them again unless one says that it was a
+    mistake."""
     head = Launcher("srun", "", rank=1, world_size=2, head="127.0.0.1", port=free_port())
     with pytest.raises(LaunchError, match="head-silent") as no_head:
         rank_store(head, 0.1, 1.0)
@@ -85,7 +86,10 @@ def test_a_peer_that_is_killed_while_ranks_start_is_tried_again():
     assert _status_of(mistake) == 2 == _status_of(LaunchError(Problem("ranks-differ", "x")))
 
 
-CHILD = "import time; from parallelize.launch.start.end_with_parent import end_with_parent as e; e(); print('on', flush=True); time.sleep(60)"
+CHILD = (
+    "import time; from parallelize.launch.start.end_with_parent import end_with_parent as e; e(); print('on', "
+    "flush=True); time.sleep(60)"
+)
 PARENT = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, text=True)

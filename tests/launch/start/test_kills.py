@@ -1,4 +1,5 @@
-"""Ranks and launchers that are killed at any moment: the run finishes by itself, with the losses of the uninterrupted one."""
+"""Ranks and launchers that are killed at any moment: the run finishes by itself, with the losses of the uninterrupted
+one."""
 
 from __future__ import annotations
 

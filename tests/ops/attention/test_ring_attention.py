@@ -1,4 +1,5 @@
-"""Attention over a ring of ranks equals attention on one: every mask, uneven shards, grouped heads, packed documents."""
+"""Attention over a ring of ranks equals attention on one: every mask, uneven shards, grouped heads, packed
+documents."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ CPU = torch.device("cpu")
 
 
 def after_a_disagreement(rank: int, reports: bool) -> list[str]:
-    """What lines end with: a first one that ranks share, one in which the second rank differs or fails, and two good ones."""
+    """What lines end with: a first one that ranks share, one in which the second rank differs or fails, and two good
+    ones."""
     group = Group(dist.group.WORLD)  # type: ignore[arg-type]
     outcomes = []
 

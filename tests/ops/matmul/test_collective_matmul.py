@@ -38,7 +38,8 @@ SHAPES = [((7,), 0), ((8,), 0), ((2, 7), 1), ((5, 3), 0), ((9, 5), 1), ((2, 3, 4
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 def test_equal_the_unsharded_linear(op, ranks):
-    """Uneven rows (7 over 2, 3, 4), empty shards (5 over 4 leaves none), large outer size (9: received through buffers)."""
+    """Uneven rows (7 over 2, 3, 4), empty shards (5 over 4 leaves none), large outer size (9: received through
+    buffers)."""
 
     def body(rank: int) -> None:
         for shape, dim in SHAPES:
@@ -178,7 +179,7 @@ def test_four_ranks_as_documented():
     run_ranks(4, body)
 
 
-# -- DTensors ------------------------------------------------------------------------------------------------------------
+# -- DTensors ----------------------------------------------------------------------------------------------------------
 
 
 def dtensor_example() -> tuple[list, Any, Any]:
@@ -250,7 +251,7 @@ def test_wrong_placements_are_named():
     run_ranks(2, body)
 
 
-# -- simulation ------------------------------------------------------------------------------------------------------------
+# -- simulation --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.variants(every=2)
@@ -315,7 +316,7 @@ def test_every_op_has_a_simulation_rule():
     assert set(KERNELS) == matmuls | attention | {"exchange_rows"}
 
 
-# -- deferred weight gradients -----------------------------------------------------------------------------------------------
+# -- deferred weight gradients -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("save", ["gathered", "shard"])
@@ -343,7 +344,7 @@ def test_weight_gradients_can_be_deferred(op, save):
     run_ranks(2, body)
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -415,7 +416,8 @@ def test_a_second_derivative_is_refused():
 @pytest.mark.parametrize("at", [0, 1, 3])
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_a_failing_matmul_leaves_the_next_call_correct(op, at, everywhere, monkeypatch):
-    """A matmul fails on one rank or on all: that rank raises, its peers get NaN or correct values, and the next step works."""
+    """A matmul fails on one rank or on all: that rank raises, its peers get NaN or correct values, and the next step
+    works."""
     real, counts = chunked_matmul.matmul, {}
 
     def body(rank: int) -> None:

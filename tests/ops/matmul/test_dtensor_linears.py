@@ -121,7 +121,8 @@ COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", 
 
 
 class FunctionalCollectives(TorchDispatchMode):
-    """Counts the collectives of DTensors on the thread of one rank; `CommDebugMode` tracks the modules of all threads."""
+    """Counts the collectives of DTensors on the thread of one rank; `CommDebugMode` tracks the modules of all
+    threads."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +159,7 @@ def test_as_many_collectives_as_pytorch_none_of_them_its_own():
     run_ranks(2, body)
 
 
-# -- single linears -------------------------------------------------------------------------------------------------------
+# -- single linears ----------------------------------------------------------------------------------------------------
 
 LAYOUTS = {  # of x and the weight, and to what the output is redistributed
     "all_gather_linear": (Shard(1), Shard(0), None),

@@ -1,4 +1,5 @@
-"""Which logits get this package's kernels, and what is said where they should and cannot. On a GPU: *_cuda.py beside this file."""
+"""Which logits get this package's kernels, and what is said where they should and cannot. On a GPU: *_cuda.py beside
+this file."""
 
 from __future__ import annotations
 

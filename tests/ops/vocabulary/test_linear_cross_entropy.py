@@ -288,7 +288,8 @@ def test_one_collective_a_chunk():
 
 
 def test_peak_is_a_fifth_at_32k():
-    """Unfused: F.linear and F.cross_entropy. Storages of one forward and backward, inputs not counted, gradients counted."""
+    """Unfused: F.linear and F.cross_entropy. Storages of one forward and backward, inputs not counted, gradients
+    counted."""
     hidden, weight = (torch.empty(rows, 256, device="meta").requires_grad_() for rows in (2048, 32768))
     on_meta = torch.zeros(2048, dtype=torch.long, device="meta")
     unfused = peak_bytes(lambda: F.cross_entropy(F.linear(hidden, weight), on_meta).backward())

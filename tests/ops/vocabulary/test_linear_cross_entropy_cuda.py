@@ -1,4 +1,5 @@
-"""Losses on a GPU, whose kernels are this package's own, and whose matmuls add half-precision products to float32 gradients."""
+"""Losses on a GPU, whose kernels are this package's own, and whose matmuls add half-precision products to float32
+gradients."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
     recorded(lambda x: x.view(2, 5, 2, 3).transpose(1, 2), "b=2 t=5 h=6").out     # "b h0 t h1"
 
-A dim that was divided is named by its factors, `h0` and `h1`; one of size 1 is `-`; one about which nothing is known is `new`.
+A dim that was divided is named by its factors, `h0` and `h1`; one of size 1 is `-`; one about which nothing is known is
+`new`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def recorded(function: Callable, *operands: str | T, weights: int = 0) -> Record
     """Record a function.
 
     Args:
-        operands: the names and sizes of the dims of each, such as "b=2 t=5"; or a tensor, whose dims are named x0, x1, ...
+        operands: the names and sizes of the dims of each, such as "b=2 t=5"; or a tensor, whose dims are named x0, x1,
+            ...
         weights: so many of the operands, the first ones, are parameters.
     """
     tensors, names = zip(*map(_tensor, operands, range(len(operands))), strict=True)

@@ -45,7 +45,8 @@ def whole_of(model):
 
 
 class Queries(nn.Module):
-    """Attention whose queries are learned, as those of a detector: `to_q` is called on a parameter, and `bias` is added to heads."""
+    """Attention whose queries are learned, as those of a detector: `to_q` is called on a parameter, and `bias` is added
+    to heads."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +146,8 @@ def test_packed_parts_of_unequal_sizes_and_grouped_heads():
 
 
 class Convolved(nn.Module):
-    """Queries, keys and values that are concatenated for one convolution, and split again. `between`: of the concatenation and its result."""
+    """Queries, keys and values that are concatenated for one convolution, and split again. `between`: of the
+    concatenation and its result."""
 
     def __init__(self, between=lambda x: x.relu(), heads=4, size=3, width=5):
         super().__init__()
@@ -204,7 +206,8 @@ def test_parts_of_parts():
 
 
 class Latents(nn.Module):
-    """Attention whose keys and values are made of one latent, with a part of the key that all heads have; two of them in a layer."""
+    """Attention whose keys and values are made of one latent, with a part of the key that all heads have; two of them
+    in a layer."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,5 @@
-"""A plan is followed through one forward: what needs all of a sharded dim is named, and shipped plans have no false alarm."""
+"""A plan is followed through one forward: what needs all of a sharded dim is named, and shipped plans have no false
+alarm."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A plan is followed through one forward before anything runs: what needs all of a part is named with its module and line, what does
-not is right. The same operations run on ranks in tests/axes/tensor/watch/test_first_forward.py."""
+"""A plan is followed through one forward before anything runs: what needs all of a part is named with its module and
+line, what does not is right. The same operations run on ranks in tests/axes/tensor/watch/test_first_forward.py."""
 
 from __future__ import annotations
 
@@ -106,23 +106,32 @@ class PackedByOrder(nn.Module):
 
 @pytest.mark.parametrize(("names", "expected"), [("qkv", ""), ("kvq", "[8, 8, 24]"), ("kqv", "[8, 24, 8]")])
 def test_query_key_and_value_in_another_order(names, expected):
-    text = "schema_version: 1\nsizes: {heads: 6, kv: 2}\ntensor_parallel: {qkv: colwise(heads + kv + kv), out: rowwise(heads)}"
+    text = (
+        "schema_version: 1\nsizes: {heads: 6, kv: 2}\ntensor_parallel: {qkv: colwise(heads + kv + kv), out: "
+        "rowwise(heads)}"
+    )
     problems = traced(PackedByOrder(names), parse_plan(text), {"x": torch.randn(2, 5, 12)}).problems
     assert {problem.slug for problem in problems} == ({"divided-features"} if expected else set())
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if ".split(widths, -1)" in text)
     place = f"test_traced_plans.py:{line}"
-    what = f"qkv.weight: the forward splits it into parts of {expected} in the model ({place}), and the plan shards chunks of [24, 8, 8]"
+    what = (
+        f"qkv.weight: the forward splits it into parts of {expected} in the model ({place}), and the plan shards "
+        "chunks of [24, 8, 8]"
+    )
     assert not expected or problems[0].what == what
 
 
 def test_keys_and_values_before_queries():
-    text = "schema_version: 1\nsizes: {heads: 6, kv: 2}\ntensor_parallel: {qkv: colwise(kv + kv + heads), out: rowwise(heads)}"
+    text = (
+        "schema_version: 1\nsizes: {heads: 6, kv: 2}\ntensor_parallel: {qkv: colwise(kv + kv + heads), out: "
+        "rowwise(heads)}"
+    )
     for names, slugs in (("kvq", set()), ("qkv", {"divided-features"})):
         problems = traced(PackedByOrder(names), parse_plan(text), {"x": torch.randn(2, 5, 12)}).problems
         assert {problem.slug for problem in problems} == slugs
 
 
-# -- shipped plans ------------------------------------------------------------------------------------------------------
+# -- shipped plans -----------------------------------------------------------------------------------------------------
 
 QUICK = ("bloom", "codegen", "falcon", "recurrent_gemma", "deberta-v2-shared", "mixtral", "jetmoe")
 NAMES = dict.fromkeys([*SHIPPED, *FAMILIES, *MIXTURES])

@@ -1,4 +1,5 @@
-"""What a recorded forward says besides its operations: attributes that give sizes, modules that are called, fixed dims."""
+"""What a recorded forward says besides its operations: attributes that give sizes, modules that are called, fixed
+dims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A copy of a model computes with its own weights, also where a function of an attribute runs modules (minGPT's MLP)."""
+"""A copy of a model computes with its own weights, also where a function of an attribute runs modules (minGPT's
+MLP)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every class of transformers that takes labels of tokens: what a step makes of labels is what the class computes, or it is refused."""
+"""Every class of transformers that takes labels of tokens: what a step makes of labels is what the class computes, or
+it is refused."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ def moments(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def compiled(rank: int, kind: str) -> tuple[float, bool]:
-    """(largest error of a gradient after a compiled step, whether all gradients of such parameters are of their class)."""
+    """(largest error of a gradient after a compiled step, whether all gradients of such parameters are of their
+    class)."""
     torch._dynamo.reset()  # guards on models of earlier jobs
     model, reference = (model_of(kind, num_hidden_layers=1) for _ in range(2))
     parallelize_module(model, build_mesh("cpu", tp=2))

@@ -1,4 +1,5 @@
-"""PyTorch's own `clip_grad_norm_` and `GradScaler` on a mesh: the norm of the unsharded model, one decision on all ranks."""
+"""PyTorch's own `clip_grad_norm_` and `GradScaler` on a mesh: the norm of the unsharded model, one decision on all
+ranks."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ def test_they_step_full_parameters_as_the_unsharded_model(cls):
 @pytest.mark.sweep
 @pytest.mark.parametrize("cls", [torch.optim.Muon, Shampoo])
 def test_stock_classes_on_dtensors_see_full_matrices(cls):
-    """Not by `build_optimizer`: PyTorch's rules for DTensors gather what an operation needs, packed weights among them."""
+    """Not by `build_optimizer`: PyTorch's rules for DTensors gather what an operation needs, packed weights among
+    them."""
     base = tiny_model("phi3", torch.float64)
     generator = torch.Generator().manual_seed(1)
     gradients = {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in base.named_parameters()}

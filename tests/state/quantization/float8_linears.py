@@ -1,4 +1,5 @@
-"""A linear that computes in float8 as torchao's does, with a scale for each tensor, and what it is on shards, by one process."""
+"""A linear that computes in float8 as torchao's does, with a scale for each tensor, and what it is on shards, by one
+process."""
 
 from __future__ import annotations
 

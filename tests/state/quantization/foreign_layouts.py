@@ -48,7 +48,8 @@ class Float8Tensor(nn.Parameter):
 
 
 def of_4_bits(linear: nn.Linear, word: str = "nf4", block: int = 64, nested: bool = False) -> tuple[nn.Linear, T]:
-    """(a linear of bitsandbytes with random codes and scales, its weight in float32): one block after another, over rows."""
+    """(a linear of bitsandbytes with random codes and scales, its weight in float32): one block after another, over
+    rows."""
     out, count = linear.weight.shape
     codes = torch.randint(0, 16, (out * count,))
     scales, state2, offset = torch.rand(out * count // block) * 0.2, None, None

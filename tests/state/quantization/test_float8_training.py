@@ -1,4 +1,5 @@
-"""Linears that compute in float8 from weights that train: split as others are, each rank with the scales of its shards."""
+"""Linears that compute in float8 from weights that train: split as others are, each rank with the scales of its
+shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models with quantized linears on shards equal the unsharded models with the dequantized weights, in every value and gradient."""
+"""Models with quantized linears on shards equal the unsharded models with the dequantized weights, in every value and
+gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Stacked experts in 4 and 8 bits: values and gradients of the dequantized model, bytes on a rank, what autograd saves, codes that are read."""
+"""Stacked experts in 4 and 8 bits: values and gradients of the dequantized model, bytes on a rank, what autograd saves,
+codes that are read."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_lora_on_quantized_experts(family, form, lora_first, tp, options):
 
 
 def test_bytes_on_a_rank_and_what_is_dense():
-    """With blocks of 64: at most 0.55 bytes for each weight over tp; autograd saves codes, and no more than one expert is dense."""
+    """With blocks of 64: at most 0.55 bytes for each weight over tp; autograd saves codes, and no more than one expert
+    is dense."""
     model = quantize(mixture(hidden_size=128, head_dim=16, intermediate_size=128, num_local_experts=4), "nf4")
     count = 2 * 4 * 3 * 128 * 128  # of four experts in each of two layers
     models = [copy.deepcopy(model) for _ in range(2)]

@@ -1,4 +1,5 @@
-"""LoRA on a quantized base on every axis: losses and clipped norms of 20 AdamW steps are those with the dequantized weights."""
+"""LoRA on a quantized base on every axis: losses and clipped norms of 20 AdamW steps are those with the dequantized
+weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The same bits on CUDA as on the CPU: counter, normal distribution, initialization, dropout; streams with CUDA's state."""
+"""The same bits on CUDA as on the CPU: counter, normal distribution, initialization, dropout; streams with CUDA's
+state."""
 
 from __future__ import annotations
 

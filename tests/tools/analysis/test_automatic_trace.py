@@ -1,4 +1,5 @@
-"""`parallelize_module`, `parallelize_model` and `verify` follow a plan through the forward first, where that is quick."""
+"""`parallelize_module`, `parallelize_model` and `verify` follow a plan through the forward first, where that is
+quick."""
 
 from __future__ import annotations
 

@@ -316,7 +316,10 @@ def test_a_forward_that_cannot_be_followed_is_a_warning(monkeypatch):
 
 
 def test_trace_says_how_much_of_the_plan_was_followed(capsys):
-    sizes = "vocab_size=66 hidden_size=48 num_hidden_layers=2 num_attention_heads=8 num_key_value_heads=4 intermediate_size=72"
+    sizes = (
+        "vocab_size=66 hidden_size=48 num_hidden_layers=2 num_attention_heads=8 num_key_value_heads=4 "
+        "intermediate_size=72"
+    )
     options = [word for size in sizes.split() for word in ("--set", size)]
     assert main(["lint", "--model", "llama", "--trace", *options]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -13,7 +13,7 @@ from parallelize.plan.plan_file import parse_plan
 from parallelize.tools.analysis.cost.machine import PROFILES
 from tests.support.refused import RULES, WIDTH, Block, refused
 
-# -- hardware -------------------------------------------------------------------------------------------------------------
+# -- hardware ----------------------------------------------------------------------------------------------------------
 
 SHIPPED = PROFILES / "cpu.yaml"
 
@@ -42,7 +42,7 @@ def test_hardware_that_is_no_yaml(tmp_path, content):
         explain(Block, RULES, "tp=2", hardware=path)
 
 
-# -- the forward ----------------------------------------------------------------------------------------------------------
+# -- the forward -------------------------------------------------------------------------------------------------------
 
 
 def finding_of(model: type[nn.Module], plan: Any, slug: str) -> Finding:

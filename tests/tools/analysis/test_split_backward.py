@@ -1,4 +1,5 @@
-"""`explain` splits backward into dgrad and wgrad where the pipeline does: not where collectives overlap with matmuls."""
+"""`explain` splits backward into dgrad and wgrad where the pipeline does: not where collectives overlap with
+matmuls."""
 
 from __future__ import annotations
 

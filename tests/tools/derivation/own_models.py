@@ -49,11 +49,12 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-# -- language models ----------------------------------------------------------------------------------------------------------
+# -- language models ---------------------------------------------------------------------------------------------------
 
 
 class SplitAttention(nn.Module):
-    """q, k and v in one weight, one after another: split by an attribute, viewed by heads, with a causal mask in a buffer."""
+    """q, k and v in one weight, one after another: split by an attribute, viewed by heads, with a causal mask in a
+    buffer."""
 
     def __init__(self, width: int, n_head: int):
         super().__init__()
@@ -226,8 +227,9 @@ def learned_activation() -> nn.Module:
 
 
 class StateMixer(nn.Module):
-    """Heads that carry a state along the sequence, with B and C for each group of two: a packed projection, whose second part is convolved by
-    the weight of a child and split again, a gate of low rank, and a number for each head."""
+    """Heads that carry a state along the sequence, with B and C for each group of two: a packed projection, whose
+    second part is convolved by the weight of a child and split again, a gate of low rank, and a number for each
+    head."""
 
     def __init__(self, width: int, groups: int, size: int = 6, state: int = 5):
         super().__init__()
@@ -270,7 +272,7 @@ class LstmModel(nn.Module):
         return self.head(self.lstm(self.embed(ids))[0])
 
 
-# -- images -------------------------------------------------------------------------------------------------------------------
+# -- images ------------------------------------------------------------------------------------------------------------
 
 
 class PatchAttention(nn.Module):
@@ -420,7 +422,7 @@ class Mixer(nn.Module):
         return self.head(x.mean(1))
 
 
-# -- PyTorch's own -------------------------------------------------------------------------------------------------------------
+# -- PyTorch's own -----------------------------------------------------------------------------------------------------
 
 
 def encoder() -> nn.Module:
@@ -431,7 +433,7 @@ def decoder() -> nn.Module:
     return nn.TransformerDecoder(nn.TransformerDecoderLayer(24, 4, 40, dropout=0.0, batch_first=True), 2)
 
 
-# -- inputs -------------------------------------------------------------------------------------------------------------------
+# -- inputs ------------------------------------------------------------------------------------------------------------
 
 
 def ids() -> dict[str, T]:

@@ -80,12 +80,15 @@ def test_a_derived_plan_can_be_verified_by_its_name():
     assert verify("biogpt", "auto", "tp=2", sequence_parallel=False, loss_parallel=False).ok
 
 
-# -- plans that shard little -------------------------------------------------------------------------------------------------
+# -- plans that shard little -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("layers", "warns"), [("*", False), ("0", True)])
 def test_a_plan_that_leaves_most_of_a_model_whole_says_so(caplog, layers, warns):
-    text = f"schema_version: 1\ntensor_parallel: {{transformer.h.{layers}.mlp.up: colwise, transformer.h.{layers}.mlp.down: rowwise, "
+    text = (
+        f"schema_version: 1\ntensor_parallel: {{transformer.h.{layers}.mlp.up: colwise, "
+        f"transformer.h.{layers}.mlp.down: rowwise, "
+    )
     plan = parse_plan(text + '"**": replicate}', "a test", name="mlps")
     with caplog.at_level(logging.WARNING, "parallelize"):
         auto.say_share(TinyGpt(), plan, 2)

@@ -1,5 +1,5 @@
-"""A block that cannot be sharded is left whole by itself, with its reason: what is beside it is sharded. And what models are made of that
-once failed all of a model."""
+"""A block that cannot be sharded is left whole by itself, with its reason: what is beside it is sharded. And what
+models are made of that once failed all of a model."""
 
 from __future__ import annotations
 

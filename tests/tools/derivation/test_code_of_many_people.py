@@ -1,4 +1,5 @@
-"""Inputs in objects, and a head that is tied by hand: forwards that plans are derived for as for those of plain tensors."""
+"""Inputs in objects, and a head that is tied by hand: forwards that plans are derived for as for those of plain
+tensors."""
 
 from __future__ import annotations
 

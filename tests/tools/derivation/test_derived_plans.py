@@ -142,7 +142,8 @@ def test_query_key_and_value_of_a_group_together():
 
 @pytest.mark.sweep
 def test_a_learned_activation_between_sharded_linears():
-    """What it multiplies by is made of a parameter and a buffer, so that each rank has a part of the parameter's gradient."""
+    """What it multiplies by is made of a parameter and a buffer, so that each rank has a part of the parameter's
+    gradient."""
     rules = rules_of(derived_from(models.learned_activation, models.ids))
     assert rules["blocks.*.mlp.act"] == "replicate(gradient=partial)" and rules["blocks.*.mlp.down"] == "rowwise"
 
@@ -231,7 +232,7 @@ def test_the_plan_holds_on_other_meshes(mesh):
     assert verify(models.TinyGpt(), derived.plan, mesh).ok
 
 
-# -- model types of transformers ------------------------------------------------------------------------------------------------
+# -- model types of transformers ---------------------------------------------------------------------------------------
 
 LLAMA = """\
 schema_version: 1

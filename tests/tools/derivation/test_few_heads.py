@@ -1,4 +1,5 @@
-"""Fewer key/value heads than ranks: several ranks store the same head where the code allows it, and the attention is left whole where not."""
+"""Fewer key/value heads than ranks: several ranks store the same head where the code allows it, and the attention is
+left whole where not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Linears that no pair takes: sharded by themselves, with their output gathered, where pairs shard little of the layers."""
+"""Linears that no pair takes: sharded by themselves, with their output gathered, where pairs shard little of the
+layers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class StandardizedConv(nn.Conv2d):
 
 
 class Residual(nn.Module):
-    """One convolution between additions, of which input and output are the same channels, and two with a softmax between them."""
+    """One convolution between additions, of which input and output are the same channels, and two with a softmax
+    between them."""
 
     def __init__(self):
         super().__init__()
@@ -77,8 +79,8 @@ class OwnSoftmax(nn.Linear):
 
 
 class Layer(nn.Module):
-    """Of its linears `closing.up` alone can be gathered: others are never called, read elsewhere, also in a branch that is not taken, tied,
-    narrow or need all they return."""
+    """Of its linears `closing.up` alone can be gathered: others are never called, read elsewhere, also in a branch that
+    is not taken, tied, narrow or need all they return."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Models whose modules have any names, and models that are one block: the derived file is read, and what it says is applied."""
+"""Models whose modules have any names, and models that are one block: the derived file is read, and what it says is
+applied."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_loss_that_the_forward_returns_is_compared():
     assert loss.grad > 0.1
 
 
-# -- what is derived by a broken rule ------------------------------------------------------------------------------------------
+# -- what is derived by a broken rule ----------------------------------------------------------------------------------
 
 
 class Softmaxed(nn.Module):

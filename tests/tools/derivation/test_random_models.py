@@ -1,5 +1,5 @@
-"""Random models, each of parts that many people write: the derived plan computes what the unsharded model does, on other inputs, weights
-and ranks than those of its proof."""
+"""Random models, each of parts that many people write: the derived plan computes what the unsharded model does, on
+other inputs, weights and ranks than those of its proof."""
 
 from __future__ import annotations
 

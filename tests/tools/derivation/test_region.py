@@ -1,4 +1,5 @@
-"""Where activations may be sequence shards: the layers, the module after which they are full again, and the blocks that gather."""
+"""Where activations may be sequence shards: the layers, the module after which they are full again, and the blocks that
+gather."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Small models: configs whose parts agree, inputs by the names of arguments, and what a forward does in training alone."""
+"""Small models: configs whose parts agree, inputs by the names of arguments, and what a forward does in training
+alone."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_few_experts_and_widths_of_channels():
 
 
 def test_listed_layers_are_layers_that_there_are():
-    """Of 27 layers the outputs of three go into the text, by their indexes: mergers of layers that are no more would not run."""
+    """Of 27 layers the outputs of three go into the text, by their indexes: mergers of layers that are no more would
+    not run."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3VLConfig()
     assert list(config.vision_config.deepstack_visual_indexes) == [8, 16, 24]
@@ -153,7 +155,8 @@ def test_images_are_passed_in_the_form_that_the_model_takes():
 
 @pytest.mark.sweep
 def test_a_small_model_of_texts_and_images_runs_both():
-    """The first small config has heads of a width that rotary positions in two dims do not take: its texts alone would run."""
+    """The first small config has heads of a width that rotary positions in two dims do not take: its texts alone would
+    run."""
     pytest.importorskip("transformers")
     small, model = small_model(source_of("qwen3_vl"), 2)
     inputs = small.extras["inputs"](2, 11)
@@ -193,8 +196,8 @@ def test_heads_that_a_list_gives_for_each_stage():
 
 @pytest.mark.sweep
 def test_heads_of_stages_in_the_file():
-    """Each stage has a size of its own, every layer of a stage the same rules, and an attribute that shifted layers alone read is local
-    in all of them."""
+    """Each stage has a size of its own, every layer of a stage the same rules, and an attribute that shifted layers
+    alone read is local in all of them."""
     transformers = pytest.importorskip("transformers")
     sizes = dict(image_size=32, patch_size=2, embed_dim=16, window_size=4)
     derived = derive_plan(transformers.DonutSwinConfig(depths=[2, 3], num_heads=[4, 8], **sizes))
@@ -253,7 +256,8 @@ def test_images_of_a_second_tower():
 
 
 class ToldPlaces(nn.Module):
-    """An argument says which tokens the queries of an image replace; images are patches, of which each has its row and column."""
+    """An argument says which tokens the queries of an image replace; images are patches, of which each has its row and
+    column."""
 
     def __init__(self):
         super().__init__()

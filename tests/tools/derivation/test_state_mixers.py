@@ -1,4 +1,5 @@
-"""Mixers that carry a state along the sequence: packed projections with parts of parts, convolutions that their parent reads, low rank."""
+"""Mixers that carry a state along the sequence: packed projections with parts of parts, convolutions that their parent
+reads, low rank."""
 
 from __future__ import annotations
 

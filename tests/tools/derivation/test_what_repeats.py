@@ -12,7 +12,8 @@ from parallelize.base.errors import ModelError
 
 
 class TiedByAName(nn.Module):
-    """The head reads the table by one of several names that are bound at once, which no check of source text follows."""
+    """The head reads the table by one of several names that are bound at once, which no check of source text
+    follows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Attention that takes its width from its input, as in nanoGPT, minGPT and older timm, is sharded over heads. Where the code needs the full width
-too, the plan says the line and the edit, which works."""
+"""Attention that takes its width from its input, as in nanoGPT, minGPT and older timm, is sharded over heads. Where the
+code needs the full width too, the plan says the line and the edit, which works."""
 
 from __future__ import annotations
 

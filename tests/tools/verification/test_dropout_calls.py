@@ -1,4 +1,5 @@
-"""Dropout that code calls as a function, at a rate that no config names, is verified: it draws what the unsharded model draws."""
+"""Dropout that code calls as a function, at a rate that no config names, is verified: it draws what the unsharded model
+draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Errors and missing gradients on ranks are differences; models without targets and losses that are no sums are served."""
+"""Errors and missing gradients on ranks are differences; models without targets and losses that are no sums are
+served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The magnitudes of a small model's weights: no term is negligible, and an initialization that scales attention is kept."""
+"""The magnitudes of a small model's weights: no term is negligible, and an initialization that scales attention is
+kept."""
 
 from __future__ import annotations
 

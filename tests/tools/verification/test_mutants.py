@@ -1,7 +1,8 @@
-"""Mistakes made mechanically in every shipped plan: `lint` or `verify` catches each one that changes a number, and names it.
+"""Mistakes made mechanically in every shipped plan: `lint` or `verify` catches each one that changes a number, and
+names it.
 
-A mutant that neither catches is compared once more by the tests' own parity run, which has no code in common with `verify`.
-`make test` judges every sixteenth mutant of two plans, `make sweep` all mutants of all plans.
+A mutant that neither catches is compared once more by the tests' own parity run, which has no code in common with
+`verify`. `make test` judges every sixteenth mutant of two plans, `make sweep` all mutants of all plans.
 """
 
 from __future__ import annotations
@@ -108,12 +109,13 @@ def test_a_sample_of_mistakes_in_a_mixture_is_caught_and_named():
 
 OTHERS = {"t5": 4, "bart": 12, "whisper": 12, "vit": 1, "clip": 5, "convnext": 1, "swin": 4}
 OTHERS |= {"mamba": 4, "mamba2": 3, "modernbert": 3, "distilbert": 4, "bloom": 4, "falcon": 8, "gemma3n": 6}
-"""Plans of other kinds of models, with of how many mistakes one is judged: encoders and decoders, images, state-space mixers, biases by
-heads, gathered linears."""
+"""Plans of other kinds of models, with of how many mistakes one is judged: encoders and decoders, images, state-space
+mixers, biases by heads, gathered linears."""
 
 
 def judged_as_it_is(family: str, every: int) -> list[tuple[str, str, bool, str]]:
-    """As `judged`, of a tiny model as it is. Of what nobody caught, `verify` alone says that the numbers are the same."""
+    """As `judged`, of a tiny model as it is. Of what nobody caught, `verify` alone says that the numbers are the
+    same."""
     import torch
 
     from parallelize.plan.choose import shipped_plan_of

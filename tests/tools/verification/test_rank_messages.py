@@ -1,4 +1,5 @@
-"""What ranks of a verification tell each other through a store: exact, and without code of whoever reaches the store."""
+"""What ranks of a verification tell each other through a store: exact, and without code of whoever reaches the
+store."""
 
 from __future__ import annotations
 

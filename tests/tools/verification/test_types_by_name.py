@@ -1,4 +1,5 @@
-"""Types of `transformers` that a command line names: their inputs, the mesh where none is chosen, and `lint` and `verify`."""
+"""Types of `transformers` that a command line names: their inputs, the mesh where none is chosen, and `lint` and
+`verify`."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ WITHOUT_A_MODEL = {
 """Types whose default config their own class does not run."""
 
 REFUSED = {"falcon": "uneven-heads", "gemma4_text": "replicated-in-region"}
-"""Types whose default config a plan does not serve: 71 heads, which no small mesh divides; sequence parallelism beside inputs of layers."""
+"""Types whose default config a plan does not serve: 71 heads, which no small mesh divides; sequence parallelism beside
+inputs of layers."""
 
 RUN = sorted({*TYPES} - {*WITHOUT_A_MODEL, *REFUSED})
 SLOW = "rwkv"

@@ -1,4 +1,5 @@
-"""`verify`: correct plans pass on every kind of mesh; for wrong ones it names the module, the rule and the kind of mistake."""
+"""`verify`: correct plans pass on every kind of mesh; for wrong ones it names the module, the rule and the kind of
+mistake."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def worst(result: Verification) -> float:
     return max(row.error for row in result.rows)
 
 
-# -- correct plans ---------------------------------------------------------------------------------------------------------
+# -- correct plans -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.variants(every=9)
@@ -118,7 +119,7 @@ def test_three_layers_on_eight_ranks_from_the_command_line():
     subprocess.run(command, check=True, timeout=120, capture_output=True)
 
 
-# -- what is named --------------------------------------------------------------------------------------------------------
+# -- what is named -----------------------------------------------------------------------------------------------------
 
 
 def doubled(x, group):
@@ -175,7 +176,8 @@ def test_a_rule_that_is_refused_before_anything_runs():
 
 
 def test_a_doubled_gradient_is_named(monkeypatch):
-    """Pending reductions are summed twice: the norms' gradients are tp times too large, and everything else is right."""
+    """Pending reductions are summed twice: the norms' gradients are tp times too large, and everything else is
+    right."""
     from parallelize.state import pending_reductions as gradients
 
     stock = gradients._sum_over
@@ -216,7 +218,7 @@ def test_one_rank_that_fails_alone_ends_the_run(monkeypatch):
     assert result.difference.module == "model.embed_tokens"
 
 
-# -- relations ------------------------------------------------------------------------------------------------------------
+# -- relations ---------------------------------------------------------------------------------------------------------
 
 X = torch.arange(24.0, dtype=torch.float64).reshape(3, 8).sin()
 
@@ -248,7 +250,7 @@ def test_how_local_tensors_relate_to_the_full_one(parts, kind):
     assert relation.right == (kind.split("(")[0] in ("full", "shard", "slices"))
 
 
-# -- models ---------------------------------------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------------
 
 
 def test_scaling_keeps_the_structure():
@@ -341,7 +343,7 @@ def test_mistakes_are_raised():
             verify("gpt2", **wrong)
 
 
-# -- the command ----------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def command(*arguments: str) -> int:
@@ -365,7 +367,7 @@ def test_exit_statuses_and_output(tmp_path, capsys):
         assert json.loads(capsys.readouterr().out)["error"][0]["slug"]
 
 
-# -- threads --------------------------------------------------------------------------------------------------------------
+# -- threads -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_deadlock_of_ranks_fails_at_once():

@@ -1,4 +1,5 @@
-"""Iterated data: the same global batches on any mesh and with any number of workers, and exactly the remaining ones later."""
+"""Iterated data: the same global batches on any mesh and with any number of workers, and exactly the remaining ones
+later."""
 
 from __future__ import annotations
 

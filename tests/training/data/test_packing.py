@@ -30,7 +30,8 @@ def starts_of(documents):
 
 
 def check_rows(rows, documents, length, dropped):
-    """Each id once; each target the next id of the document, or -100; positions that restart with documents and rows."""
+    """Each id once; each target the next id of the document, or -100; positions that restart with documents and
+    rows."""
     ids = torch.cat([row["input_ids"] for row in rows]).tolist() if rows else []
     all_ids = flat(documents)
     assert ids == all_ids[: len(ids)] and len(all_ids) - len(ids) <= dropped

@@ -1,4 +1,5 @@
-"""accelerate's `prepare`: what would be wrong around a model on a mesh is refused with the lines to write, what is right passes."""
+"""accelerate's `prepare`: what would be wrong around a model on a mesh is refused with the lines to write, what is
+right passes."""
 
 from __future__ import annotations
 

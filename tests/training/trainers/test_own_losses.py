@@ -1,4 +1,5 @@
-"""A `compute_loss` of the user's is a part of the mean over data ranks, or refused; stages, which would not call it, refuse it."""
+"""A `compute_loss` of the user's is a part of the mean over data ranks, or refused; stages, which would not call it,
+refuse it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a ParallelTrainer saves: a run resumes on another mesh, the best weights come back, and `transformers` loads the folder."""
+"""What a ParallelTrainer saves: a run resumes on another mesh, the best weights come back, and `transformers` loads the
+folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What each rank does in the tests of `ParallelTrainer`: a stock Trainer around a tiny model, on a mesh or on one process."""
+"""What each rank does in the tests of `ParallelTrainer`: a stock Trainer around a tiny model, on a mesh or on one
+process."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ def run_trainer(
     extras: dict[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """A run on a mesh, or, without axes, of the stock Trainer on one process: the reference. Returns what it has logged."""
+    """A run on a mesh, or, without axes, of the stock Trainer on one process: the reference. Returns what it has
+    logged."""
     from transformers import Trainer
 
     from parallelize.training.trainers.trainer import ParallelTrainer
@@ -182,7 +184,8 @@ class Averages(TrainerCallback):
 
 
 def scaled(rank: int, folder: str, axes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
-    """With a GradScaler, as accelerate makes one for fp16 on an accelerator; here its forward stays in full precision."""
+    """With a GradScaler, as accelerate makes one for fp16 on an accelerator; here its forward stays in full
+    precision."""
     from transformers import Trainer
 
     from parallelize.training.trainers.trainer import ParallelTrainer

@@ -1,8 +1,9 @@
-"""LoRA on the stacked weights of experts and on routers (PEFT's `target_parameters`): each rank adds its part of s B A to the part that it stores.
+"""LoRA on the stacked weights of experts and on routers (PEFT's `target_parameters`): each rank adds its part of s B A
+to the part that it stores.
 
-PEFT registers a parametrization for each forward, which would compute with DTensors. Here its module computes the same weights on
-shards. A [experts x r, in] and B [out, r x experts] are those of the rank's experts where these are whole; else they are full on
-every rank, which has a part of their gradients.
+PEFT registers a parametrization for each forward, which would compute with DTensors. Here its module computes the same
+weights on shards. A [experts x r, in] and B [out, r x experts] are those of the rank's experts where these are whole;
+else they are full on every rank, which has a part of their gradients.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def adapted_matrix(module: Any, owner: nn.Module) -> Callable:
 
 
 def _changing_a_parameter(module: Any, owner: nn.Module, change: Callable[[Any, str, Any], Any]) -> Callable:
-    """The forward of PEFT's module, in which `owner` reads another value of its parameter. change: (module, adapter, value)."""
+    """The forward of PEFT's module, in which `owner` reads another value of its parameter. change: (module, adapter,
+    value)."""
     names = _names_to(owner, module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> T:
@@ -87,7 +89,8 @@ def _names_to(experts: nn.Module, module: nn.Module) -> str:
 
 
 def _low_rank(module: Any, adapter: str, layout: Layout, rank: int) -> LowRankParts:
-    """This rank's part of s B A, which is never dense: of quantized experts, the factors for each part that the rank stores."""
+    """This rank's part of s B A, which is never dense: of quantized experts, the factors for each part that the rank
+    stores."""
     by_expert, up, is_transposed, stored = _factors(module, adapter, layout, rank)
     parts = []
     for experts, second, third in stored:
@@ -113,7 +116,8 @@ def _delta(module: Any, adapter: str, layout: Layout, rank: int) -> T:
 
 
 def _factors(module: Any, adapter: str, layout: Layout, rank: int) -> tuple[T, T, bool, list[tuple[slice, ...]]]:
-    """(A [experts, r, in], B [out, r, experts], whether weights are [in, out], the parts of them that this rank stores)."""
+    """(A [experts, r, in], B [out, r, experts], whether weights are [in, out], the parts of them that this rank
+    stores)."""
     down, up = (_local_weight(getattr(module, key)[adapter]) for key in ("lora_A", "lora_B"))
     rank_of_adapter = module.r[adapter]
     by_expert = down.view(-1, rank_of_adapter, down.shape[-1])  # [experts, r, in]

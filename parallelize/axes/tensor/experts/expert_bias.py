@@ -1,9 +1,11 @@
-"""Experts balanced without a loss: after each step, the bias by which a router chooses moves towards equal numbers of tokens.
+"""Experts balanced without a loss: after each step, the bias by which a router chooses moves towards equal numbers of
+tokens.
 
     bias_i += rate * sign(mean(counts) - counts_i)
 
-The bias is added to the scores for the choice alone, so that it has no gradient. Counts are those of all tokens of the step,
-over all data ranks, microbatches and sequence shards, without padding: integers, so that every rank adds the same bits.
+The bias is added to the scores for the choice alone, so that it has no gradient. Counts are those of all tokens of the
+step, over all data ranks, microbatches and sequence shards, without padding: integers, so that every rank adds the same
+bits.
 
 Source: Wang et al., Auxiliary-Loss-Free Load Balancing, arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437.
 """
@@ -52,7 +54,8 @@ class ExpertBalance:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the biases, once a step. A collective over the data and tensor ranks of each pipeline stage: one all-reduce."""
+        """Move the biases, once a step. A collective over the data and tensor ranks of each pipeline stage: one
+        all-reduce."""
         counts = self.load.counts()
         for name, bias in self.biases.items():
             numbers = counts[name]
@@ -93,12 +96,14 @@ class ExpertBalance:
 def balance_experts(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, rate: float = 0.001
 ) -> ExpertBalance:
-    """Balance the experts of a model whose routers have a bias for the choice, such as DeepSeek V3; nothing else ever moves it.
+    """Balance the experts of a model whose routers have a bias for the choice, such as DeepSeek V3; nothing else ever
+    moves it.
 
     The bias is a part of the model, and so of its checkpoints.
 
     Args:
-        model: a mixture, after `parallelize_module` or `parallelize_model`; for the latter the model itself, not what it returns.
+        model: a mixture, after `parallelize_module` or `parallelize_model`; for the latter the model itself, not what
+            it returns.
         optimizer: each of its steps then ends with an `update`. None: call `update` once a step.
         rate: by which a bias moves in an update.
 

@@ -1,11 +1,12 @@
-"""How experts are called, and what computes them, for the forwards of `expert_tensor_parallel.py` and `expert_parallel.py`.
+"""How experts are called, and what computes them, for the forwards of `expert_tensor_parallel.py` and
+`expert_parallel.py`.
 
     inputs of the stock call -> tokens [N, hidden], choices [N, k], weights [N, k]
     a rank's experts on tokens, choices and weights -> [N, hidden]
     that, summed over the ranks -> the output of the stock call
 
-Stacked experts do all of this themselves. Those whose weights are in modules inside are called here in the order of experts, each of
-which gets its rows: no weight is indexed, whose gradient would be as large as that of all experts.
+Stacked experts do all of this themselves. Those whose weights are in modules inside are called here in the order of
+experts, each of which gets its rows: no weight is indexed, whose gradient would be as large as that of all experts.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ class ExpertBlock:
 
 @contextmanager
 def called_by_expert(module: nn.Module, count: int) -> Iterator[None]:
-    """Within the block, a module of experts that are not planned, with weights in modules inside, runs them in their order."""
+    """Within the block, a module of experts that are not planned, with weights in modules inside, runs them in their
+    order."""
     inside = [child for child in module.children() if child._parameters and "forward" not in vars(child)]
     form = form_of(module)
 

@@ -1,4 +1,5 @@
-"""Whole experts of a mixture on each rank of `ep`, or a part of them over `etp`: the style `experts` with these options.
+"""Whole experts of a mixture on each rank of `ep`, or a part of them over `etp`: the style `experts` with these
+options.
 
     tokens [N, hidden], choices [N, k], weights [N, k] of this rank
     sent to the ranks that have their experts, one row for each rank          (ops/experts)
@@ -6,8 +7,8 @@
     sent back, while shared experts are computed (beside_experts.py)
     added up by token -> the output [N, hidden]
 
-Of experts split over `etp`, a row goes to every rank that has a part of its expert, and the partial results are added up by token
-with all others: nothing else is sent for them.
+Of experts split over `etp`, a row goes to every rank that has a part of its expert, and the partial results are added
+up by token with all others: nothing else is sent for them.
 
 Where all ranks of `tp` have the same tokens, each takes a part of them, and the outputs are gathered.
 
@@ -80,7 +81,8 @@ def whole_experts(form: ExpertForm, ranks: ExpertRanks) -> Callable:
 
 
 def outputs_of_tokens(form: ExpertForm, ranks: ExpertRanks) -> Callable[[Any, T, T, T], T]:
-    """A function of the module, tokens [N, hidden], choices [N, k] and weights [N, k] of this rank: their outputs [N, hidden]."""
+    """A function of the module, tokens [N, hidden], choices [N, k] and weights [N, k] of this rank: their outputs [N,
+    hidden]."""
     same = ranks.same_tokens
 
     def run(module: Any, *inputs: T) -> T:
@@ -94,7 +96,8 @@ def outputs_of_tokens(form: ExpertForm, ranks: ExpertRanks) -> Callable[[Any, T,
 
 @not_traced
 def _exchanged(self: Any, form: ExpertForm, ranks: ExpertRanks, tokens: T, choices: T, weights: T) -> T:
-    """The output of this rank's tokens. No graph has it: the host reads from other ranks how many rows each message has."""
+    """The output of this rank's tokens. No graph has it: the host reads from other ranks how many rows each message
+    has."""
 
     def find_routes() -> Routes:
         call = CallForm.of(ranks.fqn, tokens, weights)
@@ -157,7 +160,8 @@ def _in_its_place(bias: T, before: int, after: int) -> T:
 
 
 def check_scaled_experts(module: nn.Module, fqn: str) -> None:
-    """Raises: ModelError `wrong-experts-call` for experts with other inputs, or whose result for a row of zeros has a gradient."""
+    """Raises: ModelError `wrong-experts-call` for experts with other inputs, or whose result for a row of zeros has a
+    gradient."""
     names, act = input_names(module), getattr(module, "act_fn", None)
     if len(names) == 1 and callable(act) and not act(torch.zeros(1)).any():
         return
@@ -171,7 +175,8 @@ def check_scaled_experts(module: nn.Module, fqn: str) -> None:
 
 
 def scaled_experts_of(model: ModelFacts) -> Iterator[ModuleFacts]:
-    """The modules of experts that are called with every token, scaled: known by their two stacks of weights and their one input."""
+    """The modules of experts that are called with every token, scaled: known by their two stacks of weights and their
+    one input."""
     for fqn, facts in model.modules.items():
         if facts.kind == "other" and facts.shapes.keys() == _STACKS and len(input_names(model.objects[fqn])) == 1:
             yield facts

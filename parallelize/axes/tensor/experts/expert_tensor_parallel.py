@@ -1,12 +1,13 @@
-"""Experts of a mixture over `tp`: the style `experts`, which splits each expert over its inner width, as a dense MLP is.
+"""Experts of a mixture over `tp`: the style `experts`, which splits each expert over its inner width, as a dense MLP
+is.
 
 The stock router chooses, and the stock forward of the experts computes, on this rank's part of every expert:
 
     tokens [N, hidden], choices [N, k], weights [N, k] -> a term of the output [N, hidden], summed over ranks
 
-Tokens and weights are converted as the input of a column linear is, so that the router's gradient is complete. Under sequence
-parallelism router and block see this rank's tokens alone; the experts gather the tokens of all ranks with their choices, in the
-order of ranks, which no expert depends on.
+Tokens and weights are converted as the input of a column linear is, so that the router's gradient is complete. Under
+sequence parallelism router and block see this rank's tokens alone; the experts gather the tokens of all ranks with
+their choices, in the order of ranks, which no expert depends on.
 
 Source: Shoeybi et al., arXiv:1909.08053, applied to each expert.
 """
@@ -37,7 +38,10 @@ def check_experts(module: nn.Module, fqn: str) -> None:
     """Raises: ModelError `wrong-experts-call` for experts that are not called with tokens, choices and weights."""
     names, inner = input_names(module), inner_experts(module)
     if len(names) != INPUTS and (inner is None or inner.kind == "experts"):
-        what = f"{fqn}.forward takes {', '.join(names) or 'no inputs'}: not tokens [N, hidden], choices [N, k] and weights [N, k]"
+        what = (
+            f"{fqn}.forward takes {', '.join(names) or 'no inputs'}: not tokens [N, hidden], choices [N, k] and "
+            "weights [N, k]"
+        )
         fix = "`replicate` for it, or a registered style with a forward of its own"
         raise ModelError(Problem("wrong-experts-call", what, fix=fix))
 
@@ -46,8 +50,8 @@ def split_experts(form: ExpertForm, group: Group, convert_choices: Conversion | 
     """A forward with the arguments and results of the stock one.
 
     Args:
-        convert_choices: the input conversion of choices and weights; that of tokens and of the output are the module's own. None
-            on one rank.
+        convert_choices: the input conversion of choices and weights; that of tokens and of the output are the module's
+            own. None on one rank.
         count: the number of experts.
     """
     # each rank's output is a term of a sum, so that the second bias is added by the first rank alone
@@ -105,7 +109,8 @@ def allow_any_width(module: nn.Module, planned: ModuleRuntime, layouts: Sequence
 
 
 def widths_that_need(layouts: Sequence[Layout], itemsize: int) -> list[int]:
-    """Widths of a rank's part of stacked weights that grouped matmuls refuse, in elements of `itemsize` bytes, each once."""
+    """Widths of a rank's part of stacked weights that grouped matmuls refuse, in elements of `itemsize` bytes, each
+    once."""
     stacked = [layout for layout in layouts if len(layout.shape) == STACKED]
     widths = {width for layout in stacked for rank in range(layout.num_ranks) for width in layout.local_shape(rank)[1:]}
     return sorted(width for width in widths if not fits((width,), itemsize))

@@ -1,7 +1,7 @@
 """`replay_routes`: the choices of routers, recorded in another forward or by an inference engine, made again.
 
-Each rank takes those of its own tokens and layers from the routes of the full batch: of its data rank, `cp` shard, sequence shard,
-pipeline stage and microbatch. What the routers do with them is in `router_choice.py`.
+Each rank takes those of its own tokens and layers from the routes of the full batch: of its data rank, `cp` shard,
+sequence shard, pipeline stage and microbatch. What the routers do with them is in `router_choice.py`.
 
 Source: Ma et al., Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers, arXiv:2510.11370.
 """
@@ -48,25 +48,29 @@ T = torch.Tensor
 def replay_routes(model: nn.Module, routes: T | RecordedRoutes, *, local: bool = False) -> Iterator[None]:
     """Within the block the routers of a mixture choose what `routes` say; the weights of these choices are their own.
 
-    Weights are computed from the scores of the running forward, as the stock router would have, had it chosen so; gradients flow
-    into the router. Recomputed units replay the choices of their forward, also after the block.
+    Weights are computed from the scores of the running forward, as the stock router would have, had it chosen so;
+    gradients flow into the router. Recomputed units replay the choices of their forward, also after the block.
 
-    Each step within the block is one of the batch that the routes are of. In a loop of one's own, the forwards of each rank take
-    the routes of its part of the batch in order, and begin again after the last: data ranks then have equal parts.
+    Each step within the block is one of the batch that the routes are of. In a loop of one's own, the forwards of each
+    rank take the routes of its part of the batch in order, and begin again after the last: data ranks then have equal
+    parts.
 
     Args:
         model: as for `record_routes`; its routers choose by `torch.topk`, or by the `sparsemixer` of Phi 3.5.
-        routes: [tokens, layers, k] or [sequences, length, layers, k], integers, of the global batch, the same on every rank; or
-            what `record_routes` yielded. Layers are those with experts, or all decoder layers (of which those without experts are not
-            read), as inference engines return them. -1 for all k of a token and layer: its router chooses.
+        routes: [tokens, layers, k] or [sequences, length, layers, k], integers, of the global batch, the same on every
+            rank; or what `record_routes` yielded. Layers are those with experts, or all decoder layers (of which those
+            without experts are not read), as inference engines return them. -1 for all k of a token and layer: its
+            router chooses.
         local: `routes` are those of this data rank's batch alone.
 
     Returns: a context manager.
     Raises: on every rank, before anything is changed, ModelError `no-experts`, `unknown-router`, `foreign-recompute`,
-        `already-replaying`; ShapeError `wrong-routes` (shape, dtype, layers, k), `impossible-routes` (experts that do not exist, or
-        chosen twice by one token); HandshakeError where ranks have different routes. In the first forward `wrong-routes` for
-        another number of tokens, ModelError `routes-with-cache`. At the end of the block `wrong-routes` after a part of the tokens.
-    Cost: handshakes when the block begins, and of a loop of one's own in its first forward; a top-k of each router still runs.
+        `already-replaying`; ShapeError `wrong-routes` (shape, dtype, layers, k), `impossible-routes` (experts that do
+        not exist, or chosen twice by one token); HandshakeError where ranks have different routes. In the first forward
+        `wrong-routes` for another number of tokens, ModelError `routes-with-cache`. At the end of the block
+        `wrong-routes` after a part of the tokens.
+    Cost: handshakes when the block begins, and of a loop of one's own in its first forward; a top-k of each router
+        still runs.
     """
     if isinstance(routes, RecordedRoutes):
         routes = routes.gather(local)
@@ -314,8 +318,8 @@ def record_routes(model: nn.Module) -> Iterator[RecordedRoutes]:
     """Record which experts the routers of a mixture choose within the block, for `replay_routes`.
 
     Args:
-        model: a mixture, before or after `parallelize_module` or `parallelize_model`; for the latter the model itself, not what
-            it returns. It is called with full batches, not with a key/value cache.
+        model: a mixture, before or after `parallelize_module` or `parallelize_model`; for the latter the model itself,
+            not what it returns. It is called with full batches, not with a key/value cache.
 
     Returns: a context manager; it yields a `RecordedRoutes`, whose `gather()` are the routes.
     Raises: ModelError `no-experts`; during a forward `routes-with-cache`, ShapeError `unknown-rows`.
@@ -345,7 +349,10 @@ def rows_of_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Forw
     arguments = call_arguments(module, args, kwargs)
     cache = arguments.get("past_key_values")
     if cache is not None and int(cache.get_seq_length()):
-        what = "a forward with a filled key/value cache has a part of each sequence, and routes are those of full sequences"
+        what = (
+            "a forward with a filled key/value cache has a part of each sequence, and routes are those of full "
+            "sequences"
+        )
         raise ModelError(
             Problem("routes-with-cache", what, fix="one forward of the full sequences, with use_cache=False")
         )

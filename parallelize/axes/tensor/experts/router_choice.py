@@ -2,9 +2,9 @@
 
     torch.topk(scores [tokens, experts], k)  ->  (scores at the replacing choices, the choices)    each [tokens, k]
 
-So the stock router computes the weights of other choices from its own scores, with its own code and gradient. Tokens without a
-replacing choice are routed as before. A router that first leaves groups of experts out, by `masked_fill`, leaves none out for tokens
-whose choices are replaced: had it made these choices, it would not have left them out.
+So the stock router computes the weights of other choices from its own scores, with its own code and gradient. Tokens
+without a replacing choice are routed as before. A router that first leaves groups of experts out, by `masked_fill`,
+leaves none out for tokens whose choices are replaced: had it made these choices, it would not have left them out.
 
 A recomputed unit replays the choices of its forward, all of them, also after `replay_routes` has ended.
 """
@@ -218,7 +218,8 @@ def wrong_k(name: str, k: int, of_routes: int) -> ShapeError:
 
 
 def router_of(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
-    """(name, module) of the router of experts: the module beside them whose forward calls `topk`; else the one that contains both.
+    """(name, module) of the router of experts: the module beside them whose forward calls `topk`; else the one that
+    contains both.
 
     Args:
         experts: the name of the module of experts.
@@ -327,7 +328,8 @@ class ReplacedMaxima(TorchFunctionMode):
         return torch.where(replacing < 0, mask, mask.scatter(1, replacing.clamp(min=0), False))
 
     def _of_choice(self, scores: T, n: int) -> T:
-        """[tokens]: the n-th replacing choices; -1 after the last, where the router is another one than the head of the file says."""
+        """[tokens]: the n-th replacing choices; -1 after the last, where the router is another one than the head of the
+        file says."""
         replacing = self.replacing(scores)
         return replacing[:, n] if n < replacing.shape[1] else replacing.new_full((len(scores),), -1)
 

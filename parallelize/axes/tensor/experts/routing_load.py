@@ -26,7 +26,8 @@ T = torch.Tensor
 
 
 class RoutingLoad:
-    """Numbers of tokens that each expert got, of all forwards within `routing_load`. Nothing is sent before they are asked for.
+    """Numbers of tokens that each expert got, of all forwards within `routing_load`. Nothing is sent before they are
+    asked for.
 
     Args:
         model: the mixture.
@@ -70,7 +71,8 @@ class RoutingLoad:
         return (self._rows.indices(count, device) >= 0).to(torch.int64)
 
     def counts(self) -> dict[str, T]:
-        """Name of each module of experts on this pipeline stage -> [experts], over all ranks with other tokens. A collective.
+        """Name of each module of experts on this pipeline stage -> [experts], over all ranks with other tokens. A
+        collective.
 
         Where ranks of `tp` have the same tokens, these count once for each of them.
         """
@@ -87,8 +89,8 @@ class RoutingLoad:
     def imbalance(self) -> dict[str, float]:
         """The largest over the mean number of tokens, of the worst layer: "expert" by expert, "rank" by rank of `ep`.
 
-        1.0 is balanced; a step takes as long as the rank with the most tokens. The layer is the worst of all pipeline stages. A
-        collective over all ranks, and a wait of the host.
+        1.0 is balanced; a step takes as long as the rank with the most tokens. The layer is the worst of all pipeline
+        stages. A collective over all ranks, and a wait of the host.
         """
         worst = {"expert": 1.0, "rank": 1.0}
         for counts in self.counts().values():
@@ -100,7 +102,8 @@ class RoutingLoad:
 
 
 def largest_over_stages(model: nn.Module, values: list[float]) -> list[float]:
-    """Each value of the pipeline stage where it is largest. A collective over the stages of a model, if it has several."""
+    """Each value of the pipeline stage where it is largest. A collective over the stages of a model, if it has
+    several."""
     mesh = mesh_of(model)
     if mesh is None or mesh_spec(mesh).ranks("pp") == 1:
         return values
@@ -149,7 +152,8 @@ def _count(load: RoutingLoad, name: str, count: int, module: nn.Module, args: tu
 
 
 EXPERT, RANK = "expert_imbalance", "expert_rank_imbalance"
-"""Tags: the largest over the mean number of tokens of an expert, and of a rank of `ep`, in the worst layer of the model."""
+"""Tags: the largest over the mean number of tokens of an expert, and of a rank of `ep`, in the worst layer of the
+model."""
 
 
 class ExpertLoad:
@@ -175,7 +179,8 @@ class ExpertLoad:
         return _Counting(self)
 
     def scalars(self) -> dict[str, float]:
-        """Of the last step that was counted; {} for models without such experts. A collective, and a wait of the host."""
+        """Of the last step that was counted; {} for models without such experts. A collective, and a wait of the
+        host."""
         if self._load is None:
             return {}
         imbalance = self._load.imbalance()
@@ -209,8 +214,9 @@ def _has_counted_experts(model: nn.Module) -> bool:
 def balanced_routing(model: nn.Module) -> Iterator[None]:
     """Within the block, each expert of a mixture gets as many tokens as any other: choices of routers are replaced.
 
-    Token t of a call chooses experts t, t + E/k, t + 2E/k, ... modulo E, with the weights that its router gave to the choices that
-    are replaced. What the model computes means nothing then; its cost is that of a balanced mixture, and is what `explain` assumes.
+    Token t of a call chooses experts t, t + E/k, t + 2E/k, ... modulo E, with the weights that its router gave to the
+    choices that are replaced. What the model computes means nothing then; its cost is that of a balanced mixture, and
+    is what `explain` assumes.
 
     Args:
         model: a mixture, before or after `parallelize_module`.

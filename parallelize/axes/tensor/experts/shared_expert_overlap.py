@@ -1,9 +1,9 @@
 """Shared experts, computed while the results of the other experts return: `experts(beside=shared_experts)`.
 
-A stock block calls its experts, then its shared experts with the same input, and adds the two. The last results travel before the
-experts' forward returns, and nothing would be computed meanwhile. So that forward computes the shared experts ahead, with the
-input that the block was called with, and the block's own call of them returns that output. In backward the order is the reverse:
-the gradients of results travel while that of the shared experts is computed.
+A stock block calls its experts, then its shared experts with the same input, and adds the two. The last results travel
+before the experts' forward returns, and nothing would be computed meanwhile. So that forward computes the shared
+experts ahead, with the input that the block was called with, and the block's own call of them returns that output. In
+backward the order is the reverse: the gradients of results travel while that of the shared experts is computed.
 
 Source: Rajbhandari et al., DeepSpeed-MoE, arXiv:2201.05596 (an expert for all tokens beside those that are chosen).
 """
@@ -39,7 +39,8 @@ class ComputedAhead:
         fqn, module: the module, which the block calls with its own input after its experts.
 
     Attributes:
-        count: the outputs that were computed ahead and taken. misses: consecutive calls of the module with another input.
+        count: the outputs that were computed ahead and taken. misses: consecutive calls of the module with another
+            input.
     """
 
     def __init__(self, fqn: str, module: nn.Module):
@@ -74,7 +75,8 @@ class ComputedAhead:
         return self.input is not None and not has_hooks and self.misses < _MAX_MISSES
 
     def take(self, args: tuple, kwargs: dict) -> T | None:
-        """The output for a call of the module; None where none was computed, or the call has another input or a changed one."""
+        """The output for a call of the module; None where none was computed, or the call has another input or a changed
+        one."""
         x, output, self.output = self.input, self.output, None
         if x is None or output is None:
             return None
@@ -86,19 +88,22 @@ class ComputedAhead:
         return output
 
     def _missed(self) -> None:
-        """Hooks of the block, or its code, give the module another input: the stock call is right, and computing ahead a waste."""
+        """Hooks of the block, or its code, give the module another input: the stock call is right, and computing ahead
+        a waste."""
         if replay_cache.in_recompute():
             return
         self.misses += 1
         if self.misses == _MAX_MISSES:
             log.warning(
-                "%s is no longer computed beside the experts: its block, or a hook, calls it with another input than the block's",
+                "%s is no longer computed beside the experts: its block, or a hook, calls it with another input than "
+                "the block's",
                 self.fqn,
             )
 
 
 def compute_overlapped(model: ModelFacts, row: ModuleRow) -> None:
-    """Make planned experts compute what their rule names `beside` them. Everything else of the block is planned already."""
+    """Make planned experts compute what their rule names `beside` them. Everything else of the block is planned
+    already."""
     block, fqn = _block_and_name(row)
     if fqn not in model.objects:
         return
@@ -117,7 +122,8 @@ def compute_overlapped(model: ModelFacts, row: ModuleRow) -> None:
 
 
 def wrong_beside(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Problem]:
-    """Problems `not-beside`: experts whose block has no such module, or is called with another input than its forward sees."""
+    """Problems `not-beside`: experts whose block has no such module, or is called with another input than its forward
+    sees."""
     for row in resolved.modules.values():
         name = row.contract.beside
         block, fqn = _block_and_name(row)

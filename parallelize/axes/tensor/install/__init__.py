@@ -1,1 +1,2 @@
-"""Puts a resolved plan into the modules of a model: forwards, parameters, adapters, and what is added or replaced later."""
+"""Puts a resolved plan into the modules of a model: forwards, parameters, adapters, and what is added or replaced
+later."""

@@ -1,8 +1,8 @@
 """Layers with adapters of PEFT: the forward of PEFT's module on shards, inside the boundary conversions of the layer.
 
-The layer keeps its rule and its own planned forward, by which it also runs alone, once PEFT has taken the adapter away. Called by its
-wrapper it computes on its shard only: the wrapper has converted the input, which adapters read too, and converts the sum of the
-layer's output and those of the adapters. A reduction is therefore done once for all of them.
+The layer keeps its rule and its own planned forward, by which it also runs alone, once PEFT has taken the adapter away.
+Called by its wrapper it computes on its shard only: the wrapper has converted the input, which adapters read too, and
+converts the sum of the layer's output and those of the adapters. A reduction is therefore done once for all of them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def _scale_bias(module: nn.Module, planned: ModuleRuntime, group: Group) -> None
 
 
 def _shown(module: nn.Module) -> Iterator[str]:
-    """Submodules whose parameters the code of the wrapper reads: bare ones, and for DoRA the weights of the layer and of LoRA."""
+    """Submodules whose parameters the code of the wrapper reads: bare ones, and for DoRA the weights of the layer and
+    of LoRA."""
     for key in _READ:
         if getattr(module, key, None):
             yield key
@@ -148,9 +149,11 @@ def _local_parameters(modules: list[Any]) -> Iterator[None]:
 
 
 class SummedWeightNorm:
-    """DoRA's norm of each row of W + s BA, where a rank has some columns of W and of A: the squares are summed over ranks.
+    """DoRA's norm of each row of W + s BA, where a rank has some columns of W and of A: the squares are summed over
+    ranks.
 
-    It takes the place of `get_weight_norm` of one adapter. Source: Liu et al., DoRA, 2024, section 4.3, by which it has no gradient.
+    It takes the place of `get_weight_norm` of one adapter. Source: Liu et al., DoRA, 2024, section 4.3, by which it has
+    no gradient.
     """
 
     def __init__(self, group: Group, is_transposed: bool):
@@ -162,7 +165,8 @@ class SummedWeightNorm:
     def __call__(
         self, weight: torch.Tensor, lora_weight: torch.Tensor, scaling: float, adapter_name: str | None = None
     ) -> torch.Tensor:
-        """weight: [out, local in], or its transpose; lora_weight: [out, local in]; DTensors of the full shapes while PEFT merges.
+        """weight: [out, local in], or its transpose; lora_weight: [out, local in]; DTensors of the full shapes while
+        PEFT merges.
 
         Returns: [out].
         """

@@ -1,7 +1,8 @@
-"""Adapters that PEFT adds to a model after its plan: they are sharded as the rules of their layers say, before the next forward.
+"""Adapters that PEFT adds to a model after its plan: they are sharded as the rules of their layers say, before the next
+forward.
 
-Where ranks are not seeded alike, PEFT initializes adapters to other values on each rank, of which the first rank's count. Optimizers
-that were built before that forward are given the new parameters.
+Where ranks are not seeded alike, PEFT initializes adapters to other values on each rank, of which the first rank's
+count. Optimizers that were built before that forward are given the new parameters.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def _changed(root: weakref.ref[nn.Module]) -> None:
 
 
 def _waiting_hooks(model: nn.Module) -> list[int]:
-    """The hook that a change has left on the model: there is one where something is to be planned before the next forward."""
+    """The hook that a change has left on the model: there is one where something is to be planned before the next
+    forward."""
     return [key for key, hook in model._forward_pre_hooks.items() if hook is _before_forward]
 
 
@@ -129,7 +131,8 @@ def _plan_added(model: nn.Module) -> None:
 
 
 def _added_parameters(facts: ModelFacts) -> dict[str, nn.Parameter]:
-    """Plain parameters of adapted layers and their adapters, by first name; copies (`modules_to_save`) are DTensors already."""
+    """Plain parameters of adapted layers and their adapters, by first name; copies (`modules_to_save`) are DTensors
+    already."""
     layers = adapted_layers(facts)
     inside = {name for layer in layers for name in _names_inside(facts, layer)}
     parameters = {name: facts.root.get_parameter(name) for name in facts.parameters if name in inside}
@@ -188,7 +191,10 @@ def _check_sizes(facts: ModelFacts) -> None:
             else []
         )
         if any(full != actual for full, actual in sizes):
-            what = f"the adapter of {name} has the sizes {sizes[0][1]} and {sizes[1][1]} of a shard, and the layer has {sizes[0][0]} and {sizes[1][0]}"
+            what = (
+                f"the adapter of {name} has the sizes {sizes[0][1]} and {sizes[1][1]} of a shard, and the layer has "
+                f"{sizes[0][0]} and {sizes[1][0]}"
+            )
             raise ModelError(
                 Problem("added-parameter", what, fix="import peft before parallelize_module, or add adapters before it")
             )
@@ -246,7 +252,8 @@ def _modules_of(facts: ModelFacts, rows: TensorRows) -> dict[str, None]:
 
 
 def _renamed(resolved: ResolvedPlan, plan: Plan, facts: ModelFacts, rows: TensorRows) -> ResolvedPlan:
-    """The resolved plan under the names of now: a layer with adapters is its wrapper's `base_layer`. Deleted adapters have no rows."""
+    """The resolved plan under the names of now: a layer with adapters is its wrapper's `base_layer`. Deleted adapters
+    have no rows."""
     bases = (name for name in facts.modules if is_adapted(name) and name not in resolved.modules)
     by_layer = {layer_name(name): name for name in bases}
 
@@ -279,7 +286,8 @@ def prepare_peft() -> None:
 
 
 def _of_local_heads(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftModel.get_prompt` of a planned model, whose keys and values of prefix tuning are those of the heads of this rank."""
+    """`PeftModel.get_prompt` of a planned model, whose keys and values of prefix tuning are those of the heads of this
+    rank."""
 
     def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
         with readable_prompts(peft_model):

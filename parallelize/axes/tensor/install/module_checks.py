@@ -1,4 +1,5 @@
-"""Problems that can only be seen on the modules that a plan names, before anything is changed: what they compute, and their parameters."""
+"""Problems that can only be seen on the modules that a plan names, before anything is changed: what they compute, and
+their parameters."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Prefix tuning over `tp`: of the keys and values that PEFT puts before those of each layer, a rank takes those of its heads.
+"""Prefix tuning over `tp`: of the keys and values that PEFT puts before those of each layer, a rank takes those of its
+heads.
 
-PEFT computes the prefixes of all layers and heads on every rank, from parameters that are full there. Each rank's attention sees some
-heads, so that its gradient of the prefixes is a part; the parts are summed over `tp` in one message for all layers, before the
-parameters.
+PEFT computes the prefixes of all layers and heads on every rank, from parameters that are full there. Each rank's
+attention sees some heads, so that its gradient of the prefixes is a part; the parts are summed over `tp` in one message
+for all layers, before the parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _found: weakref.WeakKeyDictionary[nn.Module, dict[int, Heads]] = weakref.WeakKey
 
 
 def unserved_prefixes(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Problem]:
-    """Problems for prefix tuning over `tp` of a model whose heads the plan does not split, or that has an encoder too."""
+    """Problems for prefix tuning over `tp` of a model whose heads the plan does not split, or that has an encoder
+    too."""
     encoders = [name for name, facts in model.modules.items() if facts.class_name == PREFIX_ENCODER]
     for name in encoders if resolved.mesh.ranks("tp") > 1 else ():
         config = model.root.peft_config[name.rpartition(".")[2]]
@@ -122,11 +124,12 @@ def _take_from_first_rank(encoder: nn.Module, base: nn.Module) -> None:
 
 
 def local_prefixes(peft_model: Any, prompt: Any) -> Any:
-    """What `PeftModel.get_prompt` returns, with the heads of this rank: other prompts than keys and values are as they are.
+    """What `PeftModel.get_prompt` returns, with the heads of this rank: other prompts than keys and values are as they
+    are.
 
     Args:
-        peft_model: that was planned, or whose base model was. prompt: a cache with keys and values [batch, heads, tokens, width] of
-            each layer.
+        peft_model: that was planned, or whose base model was. prompt: a cache with keys and values [batch, heads,
+            tokens, width] of each layer.
 
     Raises: ModelError `unplanned-adapter`.
     """

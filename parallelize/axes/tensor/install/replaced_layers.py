@@ -1,8 +1,8 @@
 """Layers that replace planned ones, or get the name of a rule, after the plan: `model.lm_head = nn.Linear(...)`.
 
-The plan is matched again, with the names and shapes of now; a new layer is sharded and installed as its rule says before the next
-forward. Its values are those of the first rank of `tp`. Where the plan cannot say how, it is refused, as every other parameter that was
-added is.
+The plan is matched again, with the names and shapes of now; a new layer is sharded and installed as its rule says
+before the next forward. Its values are those of the first rank of `tp`. Where the plan cannot say how, it is refused,
+as every other parameter that was added is.
 """
 
 from __future__ import annotations
@@ -192,15 +192,18 @@ _ENDS = (("get_input_embeddings", "set_input_embeddings"), ("get_output_embeddin
 
 
 def serve_resizing(model: nn.Module) -> None:
-    """Let a planned model resize its embedding and head, which the next forward shards as new layers (`replaced_layers.py`)."""
+    """Let a planned model resize its embedding and head, which the next forward shards as new layers
+    (`replaced_layers.py`)."""
     if callable(getattr(type(model), _NAME, None)):
         model.__dict__[_NAME] = MethodType(_resize, model)
 
 
 def _resize(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The stock method, with the embedding and head in full. A collective over `tp`; new rows are those of its first rank.
+    """The stock method, with the embedding and head in full. A collective over `tp`; new rows are those of its first
+    rank.
 
-    Raises: ModelError `reads-full-parameters` with pipeline stages, data axes or overlap, and of layers with a forward of their own.
+    Raises: ModelError `reads-full-parameters` with pipeline stages, data axes or overlap, and of layers with a forward
+        of their own.
     """
     ends = [module for get, _ in _ENDS if (module := getattr(self, get)()) is not None]
     if not _is_served(self, ends):
@@ -224,7 +227,8 @@ def _is_served(model: nn.Module, ends: list[nn.Module]) -> bool:
 
 
 def _with_full_parameters(model: nn.Module, module: nn.Module, name: str, full: dict[int, nn.Parameter]) -> nn.Module:
-    """A module of the same class and attributes, that no plan has seen. full: by id of the parameter, so that ties stay."""
+    """A module of the same class and attributes, that no plan has seen. full: by id of the parameter, so that ties
+    stay."""
     plain = module.__class__.__new__(module.__class__)
     plain.__dict__.update({key: value for key, value in vars(module).items() if key not in ("forward", KEY)})
     plain.__dict__["_parameters"] = parameters = dict(module._parameters)

@@ -1,1 +1,2 @@
-"""Modules that compute otherwise on shards than their own forward does: norms, embeddings, attention, state-space mixers."""
+"""Modules that compute otherwise on shards than their own forward does: norms, embeddings, attention, state-space
+mixers."""

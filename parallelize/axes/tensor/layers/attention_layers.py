@@ -1,8 +1,9 @@
-"""Attention that runs on local heads: `nn.MultiheadAttention`, and stock attention that exchanges tokens for heads (Ulysses).
+"""Attention that runs on local heads: `nn.MultiheadAttention`, and stock attention that exchanges tokens for heads
+(Ulysses).
 
-The stock forward of `nn.MultiheadAttention` passes weights, those of `out_proj` among them, to one function that takes all heads.
-A sharded module runs the same arithmetic on this rank's heads, and calls `out_proj`, which its own rule shards by rows. A
-replicated one runs its stock forward on local tensors.
+The stock forward of `nn.MultiheadAttention` passes weights, those of `out_proj` among them, to one function that takes
+all heads. A sharded module runs the same arithmetic on this rank's heads, and calls `out_proj`, which its own rule
+shards by rows. A replicated one runs its stock forward on local tensors.
 
 Source: Vaswani et al., arXiv:1706.03762; the masks and options are those of `torch.nn.MultiheadAttention`.
 """
@@ -110,7 +111,8 @@ def _each(function: Callable[[T], T], *tensors: T) -> tuple[T, ...]:
 
 
 def _project(module: Any, planned: ModuleRuntime, inputs: tuple[T, ...]) -> tuple[T, ...]:
-    """[batch, length, features] of query, key and value -> [batch, this rank's heads, length, width of a head] of each."""
+    """[batch, length, features] of query, key and value -> [batch, this rank's heads, length, width of a head] of
+    each."""
     own = {slot.key: slot.local(module._parameters) for slot in planned.slots}
     bias = own.get("in_proj_bias")
     if "in_proj_weight" in own and inputs[0] is inputs[1] is inputs[2]:
@@ -134,8 +136,8 @@ def _mask(q: T, keys: int, attention: T | None, padding: T | None, num_heads: in
     """What is added to scores [batch, this rank's heads, queries, keys]; None for no mask.
 
     Args:
-        attention: [queries, keys], or [batch * all heads, queries, keys]. padding: [batch, keys]. Of booleans, True hides.
-            Keys beyond theirs, of `bias_k` and of zeros, are seen.
+        attention: [queries, keys], or [batch * all heads, queries, keys]. padding: [batch, keys]. Of booleans, True
+            hides. Keys beyond theirs, of `bias_k` and of zeros, are seen.
     """
     total = None
     if attention is not None:
@@ -205,7 +207,8 @@ def ulysses_attention(module: nn.Module, region: Region, split: tuple[str, ...])
 
 
 def check_ulysses(module: nn.Module, fqn: str) -> None:
-    """Raises: ModelError `attention-by-hand` where a `transformers` model is configured for attention without PyTorch's op."""
+    """Raises: ModelError `attention-by-hand` where a `transformers` model is configured for attention without PyTorch's
+    op."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
     if implementation != "sdpa":
         what = f"{fqn} computes attention by {implementation!r}, which never calls F.scaled_dot_product_attention"
@@ -227,7 +230,10 @@ class _ExchangedAttention:
     def _attend(self, query: T, key: T, value: T, attn_mask: T | None = None, *rest: Any, **others: Any) -> T:
         size, shard_size = self.group.size, query.shape[2]
         if query.ndim != 4 or shard_size != -(-self.full // size) or key.shape[2] != shard_size:
-            what = f"a {self.module} attends with {list(query.shape)} to {list(key.shape)}; {self.full} tokens are sharded over {size} ranks"
+            what = (
+                f"a {self.module} attends with {list(query.shape)} to {list(key.shape)}; {self.full} tokens are "
+                f"sharded over {size} ranks"
+            )
             raise ModelError(Problem("wrong-rows", what, fix="self-attention of [batch, heads, tokens, width]"))
         intervals = [even_interval(self.full, size, rank) for rank in range(size)]
         tokens = [stop - start for start, stop in intervals]

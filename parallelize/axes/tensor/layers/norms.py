@@ -29,7 +29,8 @@ MAGNITUDES = (1.0, 1e-2, 1e-4)
 
 
 def check_rms_norm(module: Any, fqn: str) -> None:
-    """Raises: ModelError `not-rms-norm` where the module computes something else (compared on random numbers, large and small)."""
+    """Raises: ModelError `not-rms-norm` where the module computes something else (compared on random numbers, large and
+    small)."""
     stock, generator = with_random_weights(module)
     with torch.no_grad():
         for magnitude in MAGNITUDES:
@@ -101,7 +102,8 @@ def check_gated_norm(module: Any, fqn: str) -> None:
 def sharded_gated_norm(
     module: Any, weight: ParameterRow, group: Group, subgroup: Callable[[tuple[int, ...]], Group]
 ) -> Callable:
-    """A forward on this rank's features. subgroup: of these ranks of `group`, which have the features of one group together."""
+    """A forward on this rank's features. subgroup: of these ranks of `group`, which have the features of one group
+    together."""
     width = weight.layout.local_size(group.rank)
     ranks = max(_group_size(module) // width, 1)
     first = group.rank // ranks * ranks
@@ -169,7 +171,8 @@ def gather_normalized(
 
 
 def _normalized_dims(module: nn.Module) -> int:
-    """How many of the last dims a norm computes its statistics over; 0 for a module that is no norm, such as a dropout."""
+    """How many of the last dims a norm computes its statistics over; 0 for a module that is no norm, such as a
+    dropout."""
     shape = getattr(module, "normalized_shape", None)
     if isinstance(shape, tuple):
         return len(shape)
@@ -235,7 +238,8 @@ def sharded_channel_norm(module: Any, layout: Layout, group: Group) -> Callable:
 
 
 def divided_statistics(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Problem]:
-    """Batch norms of which no rank has a range of channels as large as that of any other, so that statistics cannot be exchanged."""
+    """Batch norms of which no rank has a range of channels as large as that of any other, so that statistics cannot be
+    exchanged."""
     for fqn, row in resolved.modules.items():
         weight = resolved.parameters.get(f"{fqn}.weight")
         if not row.contract.norms_channels or weight is None or weight.layout.dim is None:
@@ -244,7 +248,10 @@ def divided_statistics(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Pr
         even = layout.shape[0] % layout.num_ranks == 0
         is_range = all(a[1] == b[0] for owned in layout.owned for a, b in pairwise(owned))
         if getattr(model.objects[fqn], "track_running_stats", False) and not (even and is_range):
-            what = f"{fqn} has running statistics of {layout.shape[0]} channels, of which the ranks have no ranges of one size"
+            what = (
+                f"{fqn} has running statistics of {layout.shape[0]} channels, of which the ranks have no ranges of one "
+                "size"
+            )
             fix = f"a tp size that divides them, or `replicate` for {fqn} and the convolutions beside it"
             yield Problem("divided-statistics", what, row.rule.where, fix=fix)
 

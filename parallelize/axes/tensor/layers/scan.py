@@ -1,8 +1,10 @@
-"""A state-space mixer on this rank's channels or heads: its own forward, on local shards of its parameters and its children's.
+"""A state-space mixer on this rank's channels or heads: its own forward, on local shards of its parameters and its
+children's.
 
-Mixers of `transformers` read weights of their children, and in training first try a fused kernel that includes the output
-projection, whose result on shards would be a part of the sum, without the reduction. The kernel is left out: the mixer runs as it does
-in evaluation, step by step, with kernels for the convolution and the scan where they are installed.
+Mixers of `transformers` read weights of their children, and in training first try a fused kernel that includes the
+output projection, whose result on shards would be a part of the sum, without the reduction. The kernel is left out: the
+mixer runs as it does in evaluation, step by step, with kernels for the convolution and the scan where they are
+installed.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ A dict written for `torch.distributed.tensor.parallel.parallelize_module` runs u
 Activations are plain local tensors; DTensor inputs, and DTensor outputs (`use_local_output=False`), are supported with
 autograd. Applying a style object does not change it.
 
-Backward: the input gradient of a column style is one term of a sum over ranks, so it is all-reduced (Replicate input) or
+Backward: the input gradient of a column style is one term of a sum over ranks, so it is all-reduced (Replicate input)
+    or
 reduce-scattered (Shard input). The input gradient of a row style is complete.
 """

@@ -35,7 +35,8 @@ ParallelStyle: Any = private.parallel_style_class()
 
 @dataclass(frozen=True)
 class Target:
-    """What a style is applied to: one module on one mesh. `conversions`: of the column linears of one model, by input layout."""
+    """What a style is applied to: one module on one mesh. `conversions`: of the column linears of one model, by input
+    layout."""
 
     module: nn.Module
     facts: ModuleFacts
@@ -171,7 +172,8 @@ class SequenceParallel(ModuleStyle):
             raise ModelError(Problem("wrong-module-for-style", what, fix="name the module that has the parameters"))
 
     def install(self, target: Target) -> None:
-        """Apply the style to `target`, a module on a mesh. Its forward runs on sequence shards, and its parameters are DTensors."""
+        """Apply the style to `target`, a module on a mesh. Its forward runs on sequence shards, and its parameters are
+        DTensors."""
         layouts = {key: replicated(shape, target.group.size) for key, shape in target.facts.shapes.items()}
         planned = planned_of(target, layouts, partial_keys=tuple(layouts))
         shard = self.sequence_sharding[0]
@@ -188,8 +190,8 @@ class PrepareModuleInput(ModuleStyle):
     """Convert inputs of a module, by position and by keyword, between layouts.
 
     Args:
-        input_layouts, desired_input_layouts: the layouts before and after, one for each positional input; None leaves an
-            input unchanged.
+        input_layouts, desired_input_layouts: the layouts before and after, one for each positional input; None leaves
+            an input unchanged.
         input_kwarg_layouts, desired_input_kwarg_layouts: the same by keyword.
         use_local_output: pass plain local tensors to the module rather than DTensors.
 
@@ -294,7 +296,8 @@ class PrepareModuleInputOutput(ModuleStyle):
     """`PrepareModuleInput` and `PrepareModuleOutput` in one style.
 
     Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: those of `PrepareModuleInput`.
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: those of
+            `PrepareModuleInput`.
         use_local_input: pass plain local tensors to the module rather than DTensors.
         output_layouts, desired_output_layouts, use_local_output: those of `PrepareModuleOutput`.
 
@@ -329,7 +332,8 @@ class PrepareModuleInputOutput(ModuleStyle):
         )
 
     def install(self, target: Target) -> None:
-        """Apply the style to `target`, a module on a mesh. Hooks convert the inputs before its forward, and the outputs after it."""
+        """Apply the style to `target`, a module on a mesh. Hooks convert the inputs before its forward, and the outputs
+        after it."""
         self.prepare_module_input.install(target)
         self.prepare_module_output.install(target)
 

@@ -1,7 +1,7 @@
 """PyTorch's form of a plan: a dict from name patterns to styles. All patterns are matched before any style is applied.
 
-A model may be planned in several calls, as with PyTorch's function. A pattern that matches nothing is warned of where that
-function is replaced, and an error elsewhere.
+A model may be planned in several calls, as with PyTorch's function. A pattern that matches nothing is warned of where
+that function is replaced, and an error elsewhere.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def apply_styles(
 
 
 def open_tie(module: nn.Module, target: nn.Module, planned: set[int]) -> str:
-    """Names a parameter outside of `planned` modules to which one of the target's is tied; empty where there is none."""
+    """Names a parameter outside of `planned` modules to which one of the target's is tied; empty where there is
+    none."""
     names = {id(submodule): name for name, submodule in module.named_modules()}
     for group in _Ties(module).groups:
         if any(owner is target for owner, _ in group):
@@ -146,7 +147,8 @@ def keys_replaced(module: nn.Module, style: Any) -> Iterator[str]:
 
 
 def from_pytorch(style: Any, module: nn.Module) -> Any:
-    """This package's style that means the same as one of PyTorch's own. Any other style, subclasses included, is returned.
+    """This package's style that means the same as one of PyTorch's own. Any other style, subclasses included, is
+    returned.
 
     So is a style for a dropout: PyTorch's draws other masks on each shard, from the generator of DTensors.
     """

@@ -31,8 +31,8 @@ class ColwiseParallel(ModuleStyle):
         use_local_output: return a plain local tensor rather than a DTensor.
 
     Raises: ModelError `wrong-module-for-style`.
-    Cost: Replicate input and Shard(-1) output: none forward, one all-reduce of the input gradient backward. Sharded input: an
-        all-gather forward, a reduce-scatter backward. Replicate output: an all-gather forward.
+    Cost: Replicate input and Shard(-1) output: none forward, one all-reduce of the input gradient backward. Sharded
+        input: an all-gather forward, a reduce-scatter backward. Replicate output: an all-gather forward.
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053.
     """
@@ -57,7 +57,8 @@ class ColwiseParallel(ModuleStyle):
         require_kind(self, facts, ("linear", "conv1d", "embedding"))
 
     def install(self, target: Target) -> None:
-        """Apply the style to `target`, a module on a mesh. Its parameters become DTensors, and its forward a planned one."""
+        """Apply the style to `target`, a module on a mesh. Its parameters become DTensors, and its forward a planned
+        one."""
         facts, mesh, group = target.facts, target.mesh, target.group
         dim = 0 if facts.kind == "linear" else 1
         layouts = {
@@ -126,7 +127,8 @@ class RowwiseParallel(ModuleStyle):
             raise ModelError(Problem("bias-on-shards", what, fix=fix))
 
     def install(self, target: Target) -> None:
-        """Apply the style to `target`, a module on a mesh. Its parameters become DTensors, and its forward a planned one."""
+        """Apply the style to `target`, a module on a mesh. Its parameters become DTensors, and its forward a planned
+        one."""
         facts, group = target.facts, target.group
         dim = 1 if facts.kind == "linear" else 0
         layouts = {

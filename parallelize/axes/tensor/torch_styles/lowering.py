@@ -1,7 +1,7 @@
 """Lowers a dict of style objects into a plan: rules with contracts, wherever a style means the same.
 
-A plan has what a dict lacks: overlap, fused loss, `explain`, `verify`, checkpoints by plan. A dict with a style that cannot be
-lowered is applied as it is (`Plan.kept`). Parameters that no style names stay plain.
+A plan has what a dict lacks: overlap, fused loss, `explain`, `verify`, checkpoints by plan. A dict with a style that
+cannot be lowered is applied as it is (`Plan.kept`). Parameters that no style names stay plain.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from parallelize.state.records import facts_of, record_of
 def plan_of_styles(module: nn.Module, plan: Any, strict: bool = True, tp: int = 2) -> Plan:
     """`plan_of`, also for PyTorch's style objects: one, or a dict of name patterns to them.
 
-    strict: whether a pattern of a dict that matches nothing is an error, or a warning as in PyTorch's `parallelize_module`.
-    tp: the ranks that a plan is derived for.
+    strict: whether a pattern of a dict that matches nothing is an error, or a warning as in PyTorch's
+    `parallelize_module`. tp: the ranks that a plan is derived for.
 
     The plan's sections for other axes than `tp` are those of the model's own plan, where it has one.
 
@@ -44,7 +44,8 @@ def plan_of_styles(module: nn.Module, plan: Any, strict: bool = True, tp: int = 
 
 
 def passes_dtensors(plan: Plan) -> str:
-    """Why DTensors pass between modules, where collectives then cannot overlap with matmuls; empty where they do not."""
+    """Why DTensors pass between modules, where collectives then cannot overlap with matmuls; empty where they do
+    not."""
     reasons = [f"{item.fqn or 'the model'}: {item.reason}" for item in plan.kept if item.reason]
     blocks = (f"{rule.pattern or 'the model'}: code may read the gathered input" for rule in read_by_code(plan))
     norms = (rule for rule in plan.rules if rule.style.traits.by_token and "output_type" in rule.style.options)
@@ -146,7 +147,8 @@ class _Lowering:
         return StyleText("SequenceParallel", {"dim": dim} | ({"output_type": "dtensor"} if reads else {}))
 
     def _gather(self, fqn: str, target: nn.Module, style: PrepareModuleInput) -> StyleText | str:
-        """One gather of the first input: for the column linears of this dict, where only they read it, or for any code."""
+        """One gather of the first input: for the column linears of this dict, where only they read it, or for any
+        code."""
         sources = [_text(layout) for layout in style.input_layouts[:1]]
         desired = [_text(layout) for layout in style.desired_input_layouts[:1]]
         others = (*style.input_layouts[1:], *style.input_kwarg_layouts.values())
@@ -175,7 +177,8 @@ class _Lowering:
         )
 
     def _is_read_by_styles(self, fqn: str, dim: str) -> bool:
-        """Whether only modules read the output of a norm whose styles take their first input to be sharded along `dim`."""
+        """Whether only modules read the output of a norm whose styles take their first input to be sharded along
+        `dim`."""
         parent_name, _, child = fqn.rpartition(".")
         parent = self.module.get_submodule(parent_name)
         norm = self.module.get_submodule(fqn)
@@ -202,7 +205,8 @@ class _Lowering:
         return self.facts.modules[self.facts.aliases[fqn]].kind
 
     def _is_head(self, fqn: str) -> bool:
-        """Whether a module makes the logits: the last linear outside of layers, with a row for each token of the first table."""
+        """Whether a module makes the logits: the last linear outside of layers, with a row for each token of the first
+        table."""
         tables = [facts for facts in self.facts.modules.values() if facts.kind == "embedding"]
         linears = [
             facts for name, facts in self.facts.modules.items() if facts.kind == "linear" and not _in_layers(name)
@@ -249,7 +253,8 @@ _SHAPE = ("shape", "size", "dtype", "device", "ndim", "dim", "is_cuda")
 
 
 def readers_of_input(cls: Any) -> frozenset[str] | None:
-    """The children to which a forward passes its first argument, as their first argument; None if it is used otherwise too.
+    """The children to which a forward passes its first argument, as their first argument; None if it is used otherwise
+    too.
 
     Reading its shape, dtype or device does not count.
     """
@@ -321,7 +326,8 @@ class _ForwardSyntax:
         return cls(definition)
 
     def readers_of_variable(self, value: ast.AST) -> frozenset[str] | None:
-        """The children that `h` is passed to, of a statement `h = value` of the forward, until `h` gets another value."""
+        """The children that `h` is passed to, of a statement `h = value` of the forward, until `h` gets another
+        value."""
         assignment, body = self.parents[value], self.definition.body
         if not isinstance(assignment, ast.Assign) or assignment not in body or len(assignment.targets) != 1:
             return None
@@ -339,7 +345,8 @@ class _ForwardSyntax:
         return self._readers(target.id, loads, ())
 
     def readers_of_argument(self, name: str) -> frozenset[str] | None:
-        """The children that an argument is passed to; None if anything else is done with it, except reading its shape."""
+        """The children that an argument is passed to; None if anything else is done with it, except reading its
+        shape."""
         return self._readers(name, ast.walk(self.definition), _SHAPE)
 
     def _stores(self, node: ast.AST) -> bool:

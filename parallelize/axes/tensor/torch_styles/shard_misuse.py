@@ -1,7 +1,8 @@
 """Refuses blocks whose own code computes something else on shards of features than on all of them.
 
-The code between the column and the row linears of a block sees one range of features on each rank. Cutting it into parts, or
-normalizing it, gives other numbers than for all features; a parameter that reads it gets a part of its gradient.
+The code between the column and the row linears of a block sees one range of features on each rank. Cutting it into
+parts, or normalizing it, gives other numbers than for all features; a parameter that reads it gets a part of its
+gradient.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def misused_shards(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Proble
             if not _is_packed(resolved, block.child(name)):
                 yield _divided(block.child(name), block.fqn)
         for name, function in sorted(block.reads.mixed):
-            what = f"{generic(block.fqn) or 'the model'} calls {function} over all features of {name}, and a rank has a part"
+            what = (
+                f"{generic(block.fqn) or 'the model'} calls {function} over all features of {name}, and a rank has a "
+                "part"
+            )
             fix = "`replicate` for the linears of this block, or put the function after its row linear"
             yield Problem("mixed-features", what, fix=fix)
         for name in _unclear(resolved, model, block):
@@ -84,7 +88,10 @@ def _refuse_training(parameters: dict[str, Any], module: nn.Module, _: Any) -> N
 
 
 def _divided(column: str, block: str) -> Problem:
-    what = f"{generic(block) or 'the model'} cuts the output of {generic(column)} into parts, and a rank has a range of all of it"
+    what = (
+        f"{generic(block) or 'the model'} cuts the output of {generic(column)} into parts, and a rank has a range of "
+        "all of it"
+    )
     fix = "a plan whose rule shards each part: `colwise(chunks=2)`, or `colwise(heads + kv_heads + kv_heads)`"
     return Problem("divided-features", what, fix=fix)
 
@@ -152,7 +159,8 @@ def _is_packed(resolved: ResolvedPlan, column: str) -> bool:
 
 
 def _readers(resolved: ResolvedPlan, model: ModelFacts, block: _Block) -> list[str]:
-    """The parameters that read the shards of a block and that are full on each rank. The bias of a row linear is added to the sum."""
+    """The parameters that read the shards of a block and that are full on each rank. The bias of a row linear is added
+    to the sum."""
     styled = {item.fqn for item in resolved.plan.kept}
     names = []
     for name in _parameters_in(block, model):

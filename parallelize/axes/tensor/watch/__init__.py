@@ -1,1 +1,2 @@
-"""What the first forward of a planned model must not do: operations that need all of a dim of which a rank has a shard."""
+"""What the first forward of a planned model must not do: operations that need all of a dim of which a rank has a
+shard."""

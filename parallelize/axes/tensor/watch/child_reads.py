@@ -1,8 +1,9 @@
 """Modules whose forward reads the parameters of their children, where it would find DTensors.
 
-A child whose parameters are full on every rank shows them as local tensors while such a forward runs. A sharded one is refused. The
-source text is followed from `forward` through the methods and properties that it names, so that code for initialization, or for
-fusing weights, does not count. What it cannot see is refused by name in the first forward (`first_forward.py`).
+A child whose parameters are full on every rank shows them as local tensors while such a forward runs. A sharded one is
+refused. The source text is followed from `forward` through the methods and properties that it names, so that code for
+initialization, or for fusing weights, does not count. What it cannot see is refused by name in the first forward
+(`first_forward.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from parallelize.plan.resolved import ResolvedPlan
 
 SLUG = "reads-child-parameters"
 FIX = (
-    "replace it by modules that call each other, or plan only modules outside of it; `allow: reads-child-parameters` in the "
+    "replace it by modules that call each other, or plan only modules outside of it; `allow: reads-child-parameters` "
+    "in the "
     "plan, where that line never runs"
 )
 
@@ -39,9 +41,11 @@ def reads_parameter(module: nn.Module, parameter: str, place: str) -> ModelError
 
 
 class ChildRead(NamedTuple):
-    """`self.child.parameter` in a method that a forward reaches; `child` may be a path to an inner module. place: file and line.
+    """`self.child.parameter` in a method that a forward reaches; `child` may be a path to an inner module. place: file
+    and line.
 
-    by_name: the module has a local name there, as `core` of `core = self.core`. Like a path, it is refused in the first forward alone.
+    by_name: the module has a local name there, as `core` of `core = self.core`. Like a path, it is refused in the first
+    forward alone.
     """
 
     child: str
@@ -97,7 +101,8 @@ def _reads_in(model: ModelFacts, fqn: str) -> Iterator[tuple[ChildRead, str]]:
 
 
 def _reads_below(module: nn.Module, method: str = "forward") -> Iterator[ChildRead]:
-    """What a method reads of children, and what methods of inner modules that it calls in place of their forwards read of theirs."""
+    """What a method reads of children, and what methods of inner modules that it calls in place of their forwards read
+    of theirs."""
     cls: Any = module.__class__
     for item in reads_of_children(cls, method):
         yield item
@@ -119,7 +124,8 @@ def _inner(module: nn.Module, path: str) -> nn.Module | None:
 
 @lru_cache(maxsize=4096)
 def _read_by(cls: Any, method: str) -> tuple[str, ...]:
-    """What a method of a child that is called in place of its forward reads of the child itself, or lets PyTorch's forward read."""
+    """What a method of a child that is called in place of its forward reads of the child itself, or lets PyTorch's
+    forward read."""
     function = _function(inspect.getattr_static(cls, method, None))
     if method == "forward" or function is None or function.__module__.partition(".")[0] == "torch":
         return ()
@@ -135,8 +141,9 @@ _READ_BY_TORCH = ("weight", "bias")
 
 
 def children_read(resolved: ResolvedPlan, model: ModelFacts, fqn: str) -> tuple[str, ...]:
-    """The modules in a module that must show local tensors while its forward runs: it reads their parameters, which are full on each rank
-    where they are not those of children. Lists and dicts of parameters are read by the module that has them, as its own parameters are."""
+    """The modules in a module that must show local tensors while its forward runs: it reads their parameters, which are
+    full on each rank where they are not those of children. Lists and dicts of parameters are read by the module that
+    has them, as its own parameters are."""
     reads = [(item, resolved.parameters[name]) for item, name in _reads_in(model, fqn)]
     shown = [item.child for item, row in reads if not row.plain and (item.is_direct or row.layout.dim is None)]
     for child, container in _parameter_containers(model.objects[fqn]):
@@ -168,8 +175,8 @@ def _parameter_containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def reads_of_children(cls: Any, method: str = "forward") -> tuple[ChildRead, ...]:
     """What a method of a class, and the methods and properties that it names, read of parameters of children.
 
-    Reading a parameter's dtype, device or shape does not count, nor comparing its identity or its type. Modules of torch
-    look at the class of what they read before they use it.
+    Reading a parameter's dtype, device or shape does not count, nor comparing its identity or its type. Modules of
+    torch look at the class of what they read before they use it.
     """
     if cls.__module__.partition(".")[0] == "torch":
         return ()

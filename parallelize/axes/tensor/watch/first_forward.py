@@ -1,9 +1,10 @@
-"""Watches the first forward of a planned model in training, and the first one in evaluation, for operations along a sharded dim.
+"""Watches the first forward of a planned model in training, and the first one in evaluation, for operations along a
+sharded dim.
 
-Between a column and a row linear a rank has some of the features, and inside the sequence-parallel region some of the tokens.
-An operation that needs all of them computes other numbers on a shard, without an error. While the first forward runs, the
-dim that is a shard is followed from tensor to tensor (`shard_follower.py`), and such an operation is refused before it runs, on
-every rank.
+Between a column and a row linear a rank has some of the features, and inside the sequence-parallel region some of the
+tokens. An operation that needs all of them computes other numbers on a shard, without an error. While the first forward
+runs, the dim that is a shard is followed from tensor to tensor (`shard_follower.py`), and such an operation is refused
+before it runs, on every rank.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ class FirstForwards:
     """What to watch in the forwards of a model. It refers to modules by name, so that a copy of the model has its own.
 
     Attributes:
-        makers: modules that return shards. opaque: modules whose operations the plan decided: their insides are not watched.
+        makers: modules that return shards. opaque: modules whose operations the plan decided: their insides are not
+            watched.
         entries: the modules whose input conversions enter a sequence-parallel region.
         sequence_dim: of the region.
         watched: the modes, training or not, of which a forward was watched.
-        hooks: by name of a module, what begins its watch. Those of parts of the model end with its first watched forward.
+        hooks: by name of a module, what begins its watch. Those of parts of the model end with its first watched
+            forward.
     """
 
     makers: dict[str, ShardMaker]
@@ -139,7 +142,8 @@ class _Watch:
         self.undo.callback(child.register_forward_hook(leave, always_call=True).remove)
 
     def _watch_hooks(self, name: str, path: str, child: nn.Module) -> None:
-        """Of a module with forward hooks of the user: what they are given is followed too, and must not outlive the forward."""
+        """Of a module with forward hooks of the user: what they are given is followed too, and must not outlive the
+        forward."""
         hooks = list(child._forward_hooks.values())
         if len(hooks) == 1 or any(is_of_packages(hook) for hook in hooks[:-1]):  # the last one is ours
             return

@@ -1,4 +1,5 @@
-"""Which dim of a tensor is a shard: what becomes of it where a tensor changes its shape. Arithmetic on shapes, without tensors."""
+"""Which dim of a tensor is a shard: what becomes of it where a tensor changes its shape. Arithmetic on shapes, without
+tensors."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ class ShardDim:
     def _viewed_token(self, index: int, outer: int, after: Shape, products: Sequence[int]) -> ShardDim | None:
         """One token of each sequence: [batch, 1, hidden] as [batch, hidden] is a batch of tokens, and no hidden dim.
 
-        index: of the dim before. outer: the elements of the dims before it. products: of the sizes before each dim, and of all.
+        index: of the dim before. outer: the elements of the dims before it. products: of the sizes before each dim, and
+        of all.
         """
         own = [dim for dim, size in enumerate(after) if size == 1 and products[dim] == outer]
         if own:
@@ -136,7 +138,8 @@ def refuse_adapters(module: nn.Module, prefix: str, planned_names: Collection[st
 
 
 def refuse_added(tensors: Iterable[Any], module: str) -> None:
-    """Refuse an operation on sequence shards with a parameter that no plan knows; its gradient would be that of some tokens.
+    """Refuse an operation on sequence shards with a parameter that no plan knows; its gradient would be that of some
+    tokens.
 
     Raises: ModelError `added-parameter`.
     """
@@ -149,7 +152,10 @@ def _trains_unplanned(parameter: Any) -> bool:
 
 
 def _added_parameter(which: str) -> ModelError:
-    what = f"a parameter was added after the plan, {which}: a rank computes a part of its gradient, and no plan sums the parts"
+    what = (
+        f"a parameter was added after the plan, {which}: a rank computes a part of its gradient, and no plan sums the "
+        "parts"
+    )
     fix = (
         "add it to the model and to the plan before parallelize_module, or merge adapters before it; "
         "or train it without tp, over data axes"
@@ -180,7 +186,10 @@ def refuse_kept(given: Iterable[Given], output: Any) -> None:
             continue
         part = "tokens of each sequence" if kind == "sequence" else "features"
         what = f"a forward hook on {name} keeps the output, of which a rank has a part: some {part}"
-        fix = "hook a module whose output is full on every rank: the block around it, or one outside the sequence-parallel region"
+        fix = (
+            "hook a module whose output is full on every rank: the block around it, or one outside the "
+            "sequence-parallel region"
+        )
         raise ModelError(Problem("kept-shard", what, fix=fix))
 
 

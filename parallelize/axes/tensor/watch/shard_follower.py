@@ -153,7 +153,10 @@ class ShardFollower(TorchFunctionMode):
         if shard.kind == "sequence":
             what = f"{by} needs all tokens, and a rank has a part of each sequence in the sequence-parallel region"
             if kind == "count":
-                what = f"{by} counts tokens by the size of a shard: a rank has a part of each sequence in the sequence-parallel region"
+                what = (
+                    f"{by} counts tokens by the size of a shard: a rank has a part of each sequence in the "
+                    "sequence-parallel region"
+                )
             fix = "a `gather` rule for the module that needs all tokens, or sequence_parallel=False"
             raise ModelError(Problem("mixed-sequence", what, fix=fix))
         column = generic(shard.source)
@@ -187,7 +190,8 @@ def _name_of(func: Any) -> str:
 
 
 def _caller() -> FrameType | None:
-    """The innermost frame of code that is not torch's; None within a collective or conversion of `torch.distributed`."""
+    """The innermost frame of code that is not torch's; None within a collective or conversion of
+    `torch.distributed`."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _DROPOUT)):
         if frame.f_code.co_filename.startswith(_COLLECTIVES):
@@ -209,6 +213,7 @@ def _place(frame: FrameType) -> str:
 
 
 def _is_of_model(frame: FrameType, modules: list[nn.Module]) -> bool:
-    """Whether an operation is one of the model's own code or of a stock module, rather than of a conversion at a boundary."""
+    """Whether an operation is one of the model's own code or of a stock module, rather than of a conversion at a
+    boundary."""
     name = frame.f_code.co_filename
     return not name.startswith(FOLDER) or name.endswith("planned_forward.py")

@@ -1,4 +1,5 @@
-"""What operations do along the dim that is a shard: which ones need all of it, and which dim of their result is the shard."""
+"""What operations do along the dim that is a shard: which ones need all of it, and which dim of their result is the
+shard."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the code of a block does with the shards that its column linears return, before its row linears sum over them.
 
-The source text is analyzed, statement by statement. Only what is certain counts: a value is a shard if every path of the code
-makes it one, and its last dim is features if nothing has changed its shape.
+The source text is analyzed, statement by statement. Only what is certain counts: a value is a shard if every path of
+the code makes it one, and its last dim is features if nothing has changed its shape.
 """
 
 from __future__ import annotations
@@ -317,7 +317,8 @@ def _sums_or_gathers(name: str) -> bool:
 
 
 def _over_last(name: str, node: ast.Call, by_method: bool) -> bool:
-    """Whether the dim of a call is a literal that means the last one: -1, or for parts also 2, of [batch, tokens, features]."""
+    """Whether the dim of a call is a literal that means the last one: -1, or for parts also 2, of [batch, tokens,
+    features]."""
     dims = [keyword.value for keyword in node.keywords if keyword.arg in ("dim", "axis")]
     position = 1 + (name in _DIM_IS_SECOND) - by_method
     dims += node.args[position : position + 1]

@@ -1,7 +1,9 @@
-"""Key/value caches of `transformers` that a new token is written into: growing ones, and fixed ones for captured decoding.
+"""Key/value caches of `transformers` that a new token is written into: growing ones, and fixed ones for captured
+decoding.
 
-`DynamicLayer` concatenates: with S tokens in the cache, a new one costs a copy of S. Here its tensors are views of the first S tokens
-of larger ones. All else of the layer, such as its lengths for masks, is read from these views and is unchanged.
+`DynamicLayer` concatenates: with S tokens in the cache, a new one costs a copy of S. Here its tensors are views of the
+first S tokens of larger ones. All else of the layer, such as its lengths for masks, is read from these views and is
+unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def are_tokens(x: Any) -> bool:
 
 
 class _Growing:
-    """One layer's memory: [B, heads, room, head_dim] for keys and for values, of which the layer shows the first tokens."""
+    """One layer's memory: [B, heads, room, head_dim] for keys and for values, of which the layer shows the first
+    tokens."""
 
     def __init__(self, layer: Any, length: int):
         self.layer, self.length = layer, length
@@ -86,10 +89,14 @@ _FIXED_LAYERS = {f"transformers.cache_utils.{name}" for name in ("DynamicLayer",
 
 
 def why_not_fixed(key_values: Any, tokens: int) -> str:
-    """Why `with_fixed_room` does not serve a cache of a prompt of `tokens` tokens, in words that follow a model's name; or ""."""
+    """Why `with_fixed_room` does not serve a cache of a prompt of `tokens` tokens, in words that follow a model's name;
+    or ""."""
     layers = getattr(key_values, "layers", None) or []
     if not layers or not all(_is_served(layer, tokens) for layer in layers):
-        return "has a cache with layers other than transformers' DynamicLayer and DynamicSlidingWindowLayer of the prompt's tokens"
+        return (
+            "has a cache with layers other than transformers' DynamicLayer and DynamicSlidingWindowLayer of the "
+            "prompt's tokens"
+        )
     if _static_layer() is None:
         return "is of a version of transformers whose StaticLayer does not count its tokens on the device"
     return ""
@@ -99,8 +106,8 @@ def with_fixed_room(key_values: Any, tokens: int, room: int) -> Any:
     """A cache of the same `tokens` tokens with room for `room`.
 
     Args:
-        key_values: a cache that `why_not_fixed` has no reason against, which is not changed; or one that this function returned,
-            whose layers are emptied one by one.
+        key_values: a cache that `why_not_fixed` has no reason against, which is not changed; or one that this function
+            returned, whose layers are emptied one by one.
         tokens: how many tokens were written to it. A sliding layer has the last of them.
     """
     from transformers.cache_utils import Cache

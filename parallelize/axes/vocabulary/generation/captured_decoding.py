@@ -1,13 +1,15 @@
 """Decoding on a GPU from a CUDA graph: the forward and draw of one token, captured once and replayed for the others.
 
-They are hundreds of short kernels, which the host starts more slowly than a GPU runs them. A graph of them, with their collectives,
-is started by one call. It repeats what was captured, with the same tensors: ids, positions and the key of the draw are copied into
-it, and the cache has a fixed size (`caches`). When the cache is full, a larger one is made and captured anew.
+They are hundreds of short kernels, which the host starts more slowly than a GPU runs them. A graph of them, with their
+collectives, is started by one call. It repeats what was captured, with the same tensors: ids, positions and the key of
+the draw are copied into it, and the cache has a fixed size (`caches`). When the cache is full, a larger one is made and
+captured anew.
 
-Forwards with the first such cache, captured and not, are compared with one that reads the prompt's own cache. Of each graph the second
-replay is compared too, for what Python would do otherwise from token to token. If logits differ on a rank, or a forward waits for the
-GPU or cannot be captured, all ranks go on without a graph, with a warning that says why. The first forward with a cache may wait, as
-it compiles compiled layers: where one rank's does, all run that token again.
+Forwards with the first such cache, captured and not, are compared with one that reads the prompt's own cache. Of each
+graph the second replay is compared too, for what Python would do otherwise from token to token. If logits differ on a
+rank, or a forward waits for the GPU or cannot be captured, all ranks go on without a graph, with a warning that says
+why. The first forward with a cache may wait, as it compiles compiled layers: where one rank's does, all run that token
+again.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ def why_not(model: nn.Module, key_values: Any, tokens: int, device: torch.device
         return "does not say that its forward is one graph (`_can_compile_fullgraph` of transformers)"
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if attention not in _MASKED:
-        return f"computes attention by {attention}, not by {' or '.join(_MASKED)}, whose masks hide the empty places of a cache"
+        return (
+            f"computes attention by {attention}, not by {' or '.join(_MASKED)}, whose masks hide the empty places of a "
+            "cache"
+        )
     if applied(model).context is not None:
         return "stores a part of each cache on every rank of cp"
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -230,21 +235,24 @@ def warn_of(reason: str) -> None:
 
 
 def _agree(actual: T, expected: T) -> bool:
-    """Whether logits of the same kernels differ by no more than sums in another order: each by that much of the largest."""
+    """Whether logits of the same kernels differ by no more than sums in another order: each by that much of the
+    largest."""
     difference, scale = _difference(actual, expected)
     tolerance = torch.finfo(expected.dtype).eps ** 0.7  # 3e-2 in bfloat16, 1e-5 in float32
     return not expected.numel() or bool(difference.abs().amax() <= scale.abs().amax() * tolerance)
 
 
 def _are_near(actual: T, expected: T) -> bool:
-    """Whether logits of other kernels, whose roundings all layers pass on, are about the same: their norms, as a whole."""
+    """Whether logits of other kernels, whose roundings all layers pass on, are about the same: their norms, as a
+    whole."""
     difference, scale = _difference(actual, expected)
     tolerance = torch.finfo(expected.dtype).eps ** 0.5  # 9e-2 in bfloat16, 3e-4 in float32
     return bool(difference.norm() <= scale.norm() * tolerance)
 
 
 def _difference(actual: T, expected: T) -> tuple[T, T]:
-    """(actual - expected, expected), in float32 at least, with 0 for logits that are infinite in both, and in the second."""
+    """(actual - expected, expected), in float32 at least, with 0 for logits that are infinite in both, and in the
+    second."""
     expected = expected.to(working_dtype(expected))
     difference = torch.where(actual == expected, 0.0, actual - expected)
     return difference, torch.where(expected.isfinite(), expected, 0.0)

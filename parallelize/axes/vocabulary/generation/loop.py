@@ -60,20 +60,21 @@ def generate(
         input_ids: [B, S], B prompts of S tokens. Shorter prompts are padded on the left.
         attention_mask: [B, S], 1 for tokens and 0 for padding. None: no padding.
         max_new_tokens: the largest number of new tokens per prompt, at least 1.
-        temperature, top_k, top_p, min_p, seed, rows: as in `parallelize.sample`; temperature 0 is greedy. The n-th new token
-            has position n, from 0.
+        temperature, top_k, top_p, min_p, seed, rows: as in `parallelize.sample`; temperature 0 is greedy. The n-th new
+            token has position n, from 0.
         eos_token_id: id or ids that end a row. None: those of the model's `generation_config`; []: no id ends a row.
         pad_token_id: fills a row after its end. None: that of the model, or else the first `eos_token_id`, or 0.
-        cuda_graph: whether a forward of one token is captured and replayed. None: on a GPU, for 16 new tokens or more, if the
-            model and its cache allow it (docs/vocabulary.md). True: as None for any number, with an error where it is not.
+        cuda_graph: whether a forward of one token is captured and replayed. None: on a GPU, for 16 new tokens or more,
+            if the model and its cache allow it (docs/vocabulary.md). True: as None for any number, with an error where
+            it is not.
 
     Returns: [B, S + n], prompts and new tokens, where n <= max_new_tokens is the number of the longest row.
-    Raises: before the first forward, ModelError `training-mode`, `no-cache`, `cut-model`, `generate-over-ep`; ShapeError
-        `bad-prompts`, `bad-mask`, `right-padding`, `bad-option`, `too-long`, `id-out-of-range`. After it, ModelError
-        `no-cuda-graph`.
-    Cost: one forward of S tokens, then one forward per new token, and the communication of one `sample` per token. Gloo ranks of
-        one host sum through shared memory meanwhile (see `through_shared_memory`); a plain cache grows in place. A CUDA graph
-        costs three more forwards, and memory for two caches while its own is made.
+    Raises: before the first forward, ModelError `training-mode`, `no-cache`, `cut-model`, `generate-over-ep`;
+        ShapeError `bad-prompts`, `bad-mask`, `right-padding`, `bad-option`, `too-long`, `id-out-of-range`. After it,
+        ModelError `no-cuda-graph`.
+    Cost: one forward of S tokens, then one forward per new token, and the communication of one `sample` per token. Gloo
+        ranks of one host sum through shared memory meanwhile (see `through_shared_memory`); a plain cache grows in
+        place. A CUDA graph costs three more forwards, and memory for two caches while its own is made.
     """
     parameters = _check_model(model)
     _check_prompts(input_ids, attention_mask)

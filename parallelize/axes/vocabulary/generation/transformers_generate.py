@@ -1,9 +1,9 @@
 """`generate` of `transformers` on a planned model.
 
-Most of it works unchanged: a rank's cache stores the keys and values of its local heads, because it takes its sizes from the
-layers, and with one token at a time sequence parallelism is off. Two things change while it runs: a head that keeps its
-logits sharded gathers them, and every rank uses the generator state of the group's first rank. Over `cp` each rank also stores a
-part of the cache's tokens, and gets the last token's logits: see `axes/context/cached_calls.py`.
+Most of it works unchanged: a rank's cache stores the keys and values of its local heads, because it takes its sizes
+from the layers, and with one token at a time sequence parallelism is off. Two things change while it runs: a head that
+keeps its logits sharded gathers them, and every rank uses the generator state of the group's first rank. Over `cp` each
+rank also stores a part of the cache's tokens, and gets the last token's logits: see `axes/context/cached_calls.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def _unknown_shape() -> None:
 
 
 def _prepare_cache(self: Any, config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """`_prepare_cache_for_generation`; over `cp` each rank stores its tokens of the cache, so that no mask of all tokens is made."""
+    """`_prepare_cache_for_generation`; over `cp` each rank stores its tokens of the cache, so that no mask of all
+    tokens is made."""
     out = type(self)._prepare_cache_for_generation(self, config, model_kwargs, *args, **kwargs)
     context, cache = applied(self).context, model_kwargs.get("past_key_values")
     if context is not None and cache is not None:
@@ -60,7 +61,8 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def fast_generation(module: nn.Module) -> Iterator[None]:
-    """A context in which ranks generate together: sums through shared memory, and over `cp` the last logits on every rank."""
+    """A context in which ranks generate together: sums through shared memory, and over `cp` the last logits on every
+    rank."""
     context = applied(module).context
     with ExitStack() as stack:
         for group in generating_groups(module):
@@ -71,7 +73,8 @@ def fast_generation(module: nn.Module) -> Iterator[None]:
 
 
 def generating_groups(module: nn.Module) -> list[Group]:
-    """The groups whose ranks generate the same tokens: of `cp`, then of `tp`, so that the first rank's state reaches all."""
+    """The groups whose ranks generate the same tokens: of `cp`, then of `tp`, so that the first rank's state reaches
+    all."""
     record, context = record_of(module), applied(module).context
     return [part.group for part in (context, record) if part is not None]
 
@@ -85,8 +88,8 @@ def _device_of(module: nn.Module) -> torch.device:
 def refuse_split(module: nn.Module) -> None:
     """Refuse models whose ranks cannot generate together.
 
-    Raises: ModelError `cut-model` if other ranks have some of the pipeline stages; `generate-over-ep` if ranks with other
-        sequences have some of the experts, so that a rank whose sequences have ended would leave them waiting.
+    Raises: ModelError `cut-model` if other ranks have some of the pipeline stages; `generate-over-ep` if ranks with
+        other sequences have some of the experts, so that a rank whose sequences have ended would leave them waiting.
     """
     cut = pipeline_cut(module)
     if cut is not None and len(cut.local_stages) < len(cut.stage_ranks):
@@ -95,14 +98,18 @@ def refuse_split(module: nn.Module) -> None:
         raise ModelError(Problem("cut-model", what, fix=fix))
     record = record_of(module)
     if record is not None and record.folded is not None:
-        what = f"the experts of {type(module).__name__} are divided over {record.resolved.options.expert_ranks} ranks, of which some have other sequences"
+        what = (
+            f"the experts of {type(module).__name__} are divided over {record.resolved.options.expert_ranks} ranks, of "
+            "which some have other sequences"
+        )
         fix = "save a checkpoint, and generate on a mesh where ep x etp is at most tp: any mesh can load it"
         raise ModelError(Problem("generate-over-ep", what, fix=fix))
 
 
 @contextmanager
 def full_logits(module: nn.Module) -> Iterator[None]:
-    """A context in which heads that keep their logits sharded gather them (one all-gather per forward), also in compiled graphs."""
+    """A context in which heads that keep their logits sharded gather them (one all-gather per forward), also in
+    compiled graphs."""
     record = record_of(module)
     rows = record.resolved.modules.values() if record is not None else ()
     with ExitStack() as changes:
@@ -136,8 +143,8 @@ def _gather(module: nn.Module, args: Any, out: Any) -> Any:
 def same_generator_states(group: Group, device: torch.device) -> Iterator[None]:
     """A context in which torch's generators on every rank have the state of those on the group's first rank.
 
-    On exit, the generators of a rank that started with another state are set back to that state. The other ranks continue
-    with the advanced state.
+    On exit, the generators of a rank that started with another state are set back to that state. The other ranks
+    continue with the advanced state.
 
     Cost: one broadcast of the generators' states, 5 KB on a CPU.
     """

@@ -1,8 +1,8 @@
 """Logits that the head has not computed yet, in a form that a stock model can use as logits.
 
-With `fuse_loss` the head returns `DeferredLogits`, a tensor subclass that stores the hidden states. It reports the shape and
-dtype of the logits. A shift or flatten before the loss is applied to the hidden states; a cast, scale or cap is recorded.
-`F.cross_entropy` then computes matmul and loss together, one chunk of tokens at a time.
+With `fuse_loss` the head returns `DeferredLogits`, a tensor subclass that stores the hidden states. It reports the
+shape and dtype of the logits. A shift or flatten before the loss is applied to the hidden states; a cast, scale or cap
+is recorded. `F.cross_entropy` then computes matmul and loss together, one chunk of tokens at a time.
 
 If a gradient is required, a function that needs all logits raises an error that names the function. Without gradients
 (evaluation, generation) the logits are computed at that point, for the remaining tokens.
@@ -94,8 +94,9 @@ class Deferred:
 class DeferredLogits(ShardedLogits):
     """Logits [..., V] that are not computed yet. The underlying tensor is the hidden states [..., H].
 
-    Returned by a planned head with `fuse_loss=True`. `parallelize.cross_entropy`, `F.cross_entropy`, `token_log_probs` and
-    the entropies compute what they need one chunk of tokens at a time. See the module docstring for other functions.
+    Returned by a planned head with `fuse_loss=True`. `parallelize.cross_entropy`, `F.cross_entropy`, `token_log_probs`
+    and the entropies compute what they need one chunk of tokens at a time. See the module docstring for other
+    functions.
 
     Raises: ModelError `deferred-logits` for a function that needs all logits while a gradient is required;
         `weight-changed` or `weight-let-go` if the head's weight is no longer the one of the forward;
@@ -196,8 +197,8 @@ def _marked(deferred: Deferred) -> DeferredLogits:
 def _on_logits(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Compute the logits and run `func` on them; refuse `func` if a gradient is required.
 
-    The logits are stored if no input requires a gradient. Otherwise (a metric under `no_grad` before the loss) they have no
-    graph, so they serve this call only.
+    The logits are stored if no input requires a gradient. Otherwise (a metric under `no_grad` before the loss) they
+    have no graph, so they serve this call only.
     """
 
     def computed(arg: Any) -> Any:
@@ -240,13 +241,14 @@ def _refusal(func: Callable) -> ModelError:
     name = getattr(func, "__name__", str(func))
     what = f"{name} needs logits, which a head with fuse_loss defers if a gradient is required"
     fix = (
-        "take the loss by `F.cross_entropy`, `parallelize.cross_entropy` or `token_log_probs`; call `.made()` for logits; "
+        "take the loss by `F.cross_entropy`, `parallelize.cross_entropy` or `token_log_probs`; call `.made()` for "
+        "logits; "
         "read them under torch.no_grad(); or apply the plan with fuse_loss=False"
     )
     return ModelError(Problem("deferred-logits", what, fix=fix))
 
 
-# -- recorded elementwise functions ---------------------------------------------------------------------------------------
+# -- recorded elementwise functions ------------------------------------------------------------------------------------
 
 
 _LOGITS = object()  # stands for the logits among the arguments of an `ElementwiseOp`
@@ -319,7 +321,7 @@ def _without_widening(head: Head) -> Head:
     return replace(head, tail=ElementwiseOps(tail) if tail else None)
 
 
-# -- handlers -----------------------------------------------------------------------------------------------------------
+# -- handlers ----------------------------------------------------------------------------------------------------------
 
 
 def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> T:

@@ -125,7 +125,8 @@ ROW_FUNCTIONS: dict[Callable, Callable] = {
 
 
 class ChannelFirstLogits(torch.Tensor):
-    """What `logits.transpose(1, 2)` of logits [B, S, V] returns. `F.cross_entropy` with targets [B, S] runs on the shards.
+    """What `logits.transpose(1, 2)` of logits [B, S, V] returns. `F.cross_entropy` with targets [B, S] runs on the
+    shards.
 
     Attributes:
         logits: with the vocabulary as the last dim: `ShardedLogits` or `DeferredLogits`.

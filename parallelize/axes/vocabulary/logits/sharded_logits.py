@@ -1,9 +1,9 @@
 """Logits that stay sharded over the vocabulary, and that a stock model can use as full logits.
 
-Under `loss_parallel` the head returns `ShardedLogits`: the local shard, as a tensor subclass that knows its vocabulary. It
-reports the full shape, so `logits.view(-1, vocab_size)` in a stock model is right, and `F.cross_entropy` (called by
-`nn.CrossEntropyLoss`, inline or through a `loss_function`) runs on the shards. No torch function is patched. An operation
-that would misread a shard raises an error that names the operation.
+Under `loss_parallel` the head returns `ShardedLogits`: the local shard, as a tensor subclass that knows its vocabulary.
+It reports the full shape, so `logits.view(-1, vocab_size)` in a stock model is right, and `F.cross_entropy` (called by
+`nn.CrossEntropyLoss`, inline or through a `loss_function`) runs on the shards. No torch function is patched. An
+operation that would misread a shard raises an error that names the operation.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ T = torch.Tensor
 class ShardedLogits(torch.Tensor):
     """Logits [..., V] of which this rank stores its shard [..., V/P]. Returned by a planned head under `loss_parallel`.
 
-    Elementwise functions, indexing, and views, splits and joins that keep the vocabulary dim work on the shard. `all` and `any`,
-    as in `logits.isfinite().all()`, are collectives over tp, as the loss is. `F.cross_entropy` also takes `transpose(1, 2)`.
+    Elementwise functions, indexing, and views, splits and joins that keep the vocabulary dim work on the shard. `all`
+    and `any`, as in `logits.isfinite().all()`, are collectives over tp, as the loss is. `F.cross_entropy` also takes
+    `transpose(1, 2)`.
 
     Raises: ModelError `sharded-logits` for functions that need the full vocabulary.
     """
@@ -79,7 +80,8 @@ class ShardedLogits(torch.Tensor):
 
 
 def gathered(local: T, vocabulary: Vocabulary) -> T:
-    """The full logits [..., V] of this rank's [..., V/P], on every rank, with autograd. Cost: one all-gather over the tp group."""
+    """The full logits [..., V] of this rank's [..., V/P], on every rank, with autograd. Cost: one all-gather over the
+    tp group."""
     return ops.gather(local, vocabulary.group, -1, vocabulary.full, "replicate")
 
 

@@ -59,11 +59,12 @@ def cross_entropy(
 
     Args:
         logits: [..., V], as `ShardedLogits`, `DeferredLogits`, a DTensor `Shard(-1)` or a plain full tensor.
-        targets: [...], ids of the full vocabulary, or `ignore_index`. Or class probabilities: floating [..., V], or this
-            rank's shard [..., V/P] (P = tp size).
+        targets: [...], ids of the full vocabulary, or `ignore_index`. Or class probabilities: floating [..., V], or
+            this rank's shard [..., V/P] (P = tp size).
         mesh: if it has data axes (dp_replicate, dp, dp_shard, cp), "mean" divides this rank's sum by the global count:
             valid tokens over all of these axes (or the sum of their class weights; all tokens for class probabilities).
-            Gradients must then be summed over these axes, not averaged. The sum of the returned values is the mean loss.
+            Gradients must then be summed over these axes, not averaged. The sum of the returned values is the mean
+            loss.
         weight: [V], class weights, in full on each rank.
         ignore_index: the target of tokens without a loss.
         label_smoothing: from 0 to 1, as in `torch.nn.CrossEntropyLoss`.
@@ -74,8 +75,8 @@ def cross_entropy(
     Returns: a scalar; [...] with reduction="none". In at least float32.
     Raises: ShapeError `bad-targets`, `id-out-of-range`, `bad-reduction`, `bad-label-smoothing`, `bad-class-weight`,
         `bad-logits`; ModelError as `DeferredLogits`.
-    Cost: forward, three all-reduces of one value per token over the tp group (four for class probabilities). Backward, none.
-        A mean over data axes takes one scalar all-reduce. `DeferredLogits`: as `linear_cross_entropy`.
+    Cost: forward, three all-reduces of one value per token over the tp group (four for class probabilities). Backward,
+        none. A mean over data axes takes one scalar all-reduce. `DeferredLogits`: as `linear_cross_entropy`.
     Source: softmax cross entropy with label smoothing as `torch.nn.CrossEntropyLoss`; z-loss, arXiv:2204.02311 sec. 5.
     """
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "weight": weight}
@@ -119,17 +120,18 @@ def linear_cross_entropy(
         mesh, ignore_index, label_smoothing, z_loss, reduction, num_tokens: as in `cross_entropy`.
         scale: multiplies the logits.
         softcap: the logits are softcap * tanh(scale * z / softcap), as in Gemma 2; None: scale * z.
-        chunk: tokens per chunk. None: an eighth of the tokens, at most H/4 (their logits then take a quarter of the memory
-            of the weight's gradient), and at least 128; on CUDA H, where that needs no more memory (docs/vocabulary.md).
+        chunk: tokens per chunk. None: an eighth of the tokens, at most H/4 (their logits then take a quarter of the
+            memory of the weight's gradient), and at least 128; on CUDA H, where that needs no more memory
+            (docs/vocabulary.md).
 
     Returns: as `cross_entropy`.
-    Raises: ShapeError `bad-head`, `bad-chunk`, `bad-targets`, `id-out-of-range`, `bad-reduction`, `bad-label-smoothing`,
-        `bad-class-weight`.
+    Raises: ShapeError `bad-head`, `bad-chunk`, `bad-targets`, `id-out-of-range`, `bad-reduction`,
+        `bad-label-smoothing`, `bad-class-weight`.
     Cost: forward, one all-gather of 4 values per token over the tp group, in chunks. Backward, one all-reduce of the
-        gradient of `hidden`. For "mean" and "sum" the forward computes the gradients, and backward scales them; for "none"
-        backward recomputes the logits.
-    Memory: logits and softmax of one chunk; for "mean" and "sum" also the gradients of weight and hidden states, from the
-        forward on.
+        gradient of `hidden`. For "mean" and "sum" the forward computes the gradients, and backward scales them; for
+        "none" backward recomputes the logits.
+    Memory: logits and softmax of one chunk; for "mean" and "sum" also the gradients of weight and hidden states, from
+        the forward on.
     """
     hidden, head = linear_head(hidden, weight, bias, scale, softcap, chunk)
     return head.cross_entropy(
@@ -277,7 +279,8 @@ def token_log_probs(logits: T, ids: T, *, temperature: float = 1.0, ignore_index
         ignore_index: the id of positions without a token.
 
     Returns: [...], log softmax(logits / temperature)[ids], in at least float32.
-    Raises: ShapeError `bad-targets`, `id-out-of-range`, `bad-temperature`, `bad-logits`; ModelError as `DeferredLogits`.
+    Raises: ShapeError `bad-targets`, `id-out-of-range`, `bad-temperature`, `bad-logits`; ModelError as
+        `DeferredLogits`.
     Cost: forward, one all-gather of 4 values per token over the tp group. Backward, grad ([c = id] - p_c) / temperature
         without communication; for `DeferredLogits` one all-reduce of the gradient of the hidden states.
     """
@@ -342,8 +345,8 @@ def linear_token_log_probs(
 
     Returns: ([...], [...] or None), in at least float32.
     Raises: ShapeError `bad-head`, `bad-chunk`, `bad-targets`, `id-out-of-range`, `bad-temperature`.
-    Cost: forward, one all-gather of 4 values per token (5 with entropies). Backward, each chunk's logits are recomputed from
-        saved statistics, and the gradient of `hidden` takes one all-reduce.
+    Cost: forward, one all-gather of 4 values per token (5 with entropies). Backward, each chunk's logits are recomputed
+        from saved statistics, and the gradient of `hidden` takes one all-reduce.
     """
     _check_temperature(temperature)
     cap = None if softcap is None else softcap / temperature

@@ -90,7 +90,8 @@ class Candidates:
 
 
 def check_highest(values: T) -> None:
-    """Raises: ShapeError `bad-logits` if a row's highest logit is not finite (on an accelerator, a device assertion)."""
+    """Raises: ShapeError `bad-logits` if a row's highest logit is not finite (on an accelerator, a device
+    assertion)."""
     if values.device.type != "cpu":
         torch._assert_async(values.isfinite().all())
     elif not values.isfinite().all():
@@ -137,7 +138,8 @@ def _highest(logits: T, k: int) -> T:
 def keep_top_p(candidates: Candidates, p: T) -> Candidates:
     """The smallest set of the highest logits whose mass reaches p of the total; of equal logits the lowest ids.
 
-    Cost, per row: a maximum of one value, at most 13 reductions of 16 values (without waits 10 of 128), an all-gather of one value.
+    Cost, per row: a maximum of one value, at most 13 reductions of 16 values (without waits 10 of 128), an all-gather
+        of one value.
     """
     weights = masses(candidates.logits - candidates.highest().unsqueeze(-1), bits_for(candidates.full))
     selected = nucleus(weights, p, bits_for(candidates.full), candidates.group, by_sorting=candidates.avoids_waits)
@@ -172,8 +174,8 @@ def bits_for(full: int) -> int:
 def masses(below: T, bits: int) -> T:
     """exp(below) in units of 2^-bits, for float64 numbers of at most 0; less than half a unit is 0.
 
-    Uses only + and *, which round in the same way on any machine and at any index of a tensor; torch's exp may not. Works in
-    blocks, so that temporaries stay in a core's cache.
+    Uses only + and *, which round in the same way on any machine and at any index of a tensor; torch's exp may not.
+    Works in blocks, so that temporaries stay in a core's cache.
     """
     size = block_size(below.device) // 4
     return torch.cat([_masses(block, bits) for block in below.reshape(-1).split(size)]).view(below.shape)
@@ -209,11 +211,12 @@ def nucleus(weights: T, p: T, bits: int, group: Group, *, by_sorting: bool = Fal
 
 
 def _threshold(weights: T, p: T, bits: int, group: Group) -> tuple[T, T]:
-    """(t, m) [B]: the largest t such that the tokens of mass >= t reach p of the total; the mass that those above t miss.
+    """(t, m) [B]: the largest t such that the tokens of mass >= t reach p of the total; the mass that those above t
+    miss.
 
-    t is in [low, low + 2^shift), and each round determines its next digit: the masses in this interval are summed by that
-    digit, over all ranks. Most tokens have digit 0; their sum is the rest of the interval's mass, so only the others are
-    added up.
+    t is in [low, low + 2^shift), and each round determines its next digit: the masses in this interval are summed by
+    that digit, over all ranks. Most tokens have digit 0; their sum is the rest of the interval's mass, so only the
+    others are added up.
     """
     rows, count = len(weights), 1 << _DIGIT
     low, high, above = (weights.new_zeros(rows) for _ in range(3))
@@ -243,7 +246,8 @@ def _threshold(weights: T, p: T, bits: int, group: Group) -> tuple[T, T]:
 
 
 def _threshold_of_sorted(weights: T, p: T, bits: int, group: Group) -> tuple[T, T]:
-    """As `_threshold`, of weights that are sorted first: each round looks up the mass from each of 2^_WIDE_DIGIT weights on."""
+    """As `_threshold`, of weights that are sorted first: each round looks up the mass from each of 2^_WIDE_DIGIT
+    weights on."""
     ordered = weights.sort(-1).values
     # the mass from each place on, and nothing beyond the last
     reach = nn.functional.pad(ordered.flip(-1).cumsum(-1).flip(-1), (0, 1))

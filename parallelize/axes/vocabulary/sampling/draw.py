@@ -1,8 +1,8 @@
 """`sample`: one token for each row of logits, which may stay sharded over the vocabulary.
 
-A token is drawn by the Gumbel-max trick: the largest of z_v / T + g_v over the allowed tokens v. The noise g_v is a function
-of (seed, position, row, v), so each rank computes the noise of its local tokens without communication. The ranks exchange one
-(score, token) pair per row, and what the filters need; they never exchange the vocabulary.
+A token is drawn by the Gumbel-max trick: the largest of z_v / T + g_v over the allowed tokens v. The noise g_v is a
+function of (seed, position, row, v), so each rank computes the noise of its local tokens without communication. The
+ranks exchange one (score, token) pair per row, and what the filters need; they never exchange the vocabulary.
 """
 
 from __future__ import annotations
@@ -43,28 +43,29 @@ def sample(
     """Draw a token for each row of logits that are sharded over the vocabulary, or full.
 
     The filters run in the order of `transformers`: temperature, `top_k`, `top_p`, `min_p`, each on the tokens that the
-    previous one left. Of equal logits the lowest token ids are kept, and the lowest wins. The same logits and arguments give
-    exactly the same tokens for any number of ranks. All ranks of the tp group get the same tokens.
+    previous one left. Of equal logits the lowest token ids are kept, and the lowest wins. The same logits and arguments
+    give exactly the same tokens for any number of ranks. All ranks of the tp group get the same tokens.
 
     `temperature`, `top_p` and `min_p` may be tensors: [B] for one value per row, or [] for one value for all rows.
 
     Args:
-        logits: [B, V] (B: any leading dims), as `ShardedLogits`, a DTensor `Shard(-1)` or a plain full tensor. A token with
-            logit -inf is never drawn.
+        logits: [B, V] (B: any leading dims), as `ShardedLogits`, a DTensor `Shard(-1)` or a plain full tensor. A token
+            with logit -inf is never drawn.
         temperature: divides the logits. 0: the token with the highest logit (greedy). Otherwise at least 1e-30.
         top_k: keep the k highest logits. 0: all.
         top_p: keep the smallest set of the most probable tokens whose probabilities sum to `top_p`; at least one token.
         min_p: keep the tokens at least `min_p` times as probable as the most probable one.
         seed: any integer, the same on every rank.
         position: an integer that differs for each draw with this seed, such as the token's position in the sequence.
-        rows: [B], integers below 2^31 that identify the rows. None: 0 to B - 1. For a batch that is split over data axes,
-            the indices of the rows in the global batch.
+        rows: [B], integers below 2^31 that identify the rows. None: 0 to B - 1. For a batch that is split over data
+            axes, the indices of the rows in the global batch.
 
     Returns: [B], token ids, int64.
     Raises: ShapeError `bad-option`, `bad-rows`; `bad-logits` if the highest logit of a row is NaN or infinite.
-    Cost, per row and rank: an all-gather of 16 bytes. With `top_k`, an all-gather of min(k, V/P) times 16 bytes instead, and
-        no other communication. Otherwise one value for `top_p` or `min_p`, and for `top_p` at most 13 reductions of 16
-        values (up to 2^20 candidates on a GPU 10 of 128) and an all-gather of one value. No cost grows with the vocabulary.
+    Cost, per row and rank: an all-gather of 16 bytes. With `top_k`, an all-gather of min(k, V/P) times 16 bytes
+        instead, and no other communication. Otherwise one value for `top_p` or `min_p`, and for `top_p` at most 13
+        reductions of 16 values (up to 2^20 candidates on a GPU 10 of 128) and an all-gather of one value. No cost grows
+        with the vocabulary.
     Source: Gumbel-max, arXiv:1411.0030; top-p, arXiv:1904.09751; min-p, arXiv:2407.01082.
     """
     local, vocabulary = shard_of(logits)

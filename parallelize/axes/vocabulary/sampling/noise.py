@@ -1,4 +1,5 @@
-"""Counter-based Gumbel noise: a function of a key, a row and a token id, with the same bits on any rank, and without waits."""
+"""Counter-based Gumbel noise: a function of a key, a row and a token id, with the same bits on any rank, and without
+waits."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ def gumbel(u: T) -> T:
 def highest_score(z: T, ids: T, rows: T, scale: T | None, noise_key: AnyKey) -> tuple[T, T]:
     """(score, index) [B] of the largest z + scale * noise in each row; of equal scores the first.
 
-    torch's logarithms are fast, but their last bits differ between machines. They select the few tokens close to the largest
-    score (see `avoids_waits`); for these the score is computed with a logarithm that is the same everywhere.
+    torch's logarithms are fast, but their last bits differ between machines. They select the few tokens close to the
+    largest score (see `avoids_waits`); for these the score is computed with a logarithm that is the same everywhere.
 
     A score of +inf means that z has a NaN or +inf in that row.
 

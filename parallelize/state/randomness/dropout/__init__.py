@@ -1,1 +1,2 @@
-"""Dropout with one global mask, and what else a forward draws: call sites, positions in training, and global indices of activations."""
+"""Dropout with one global mask, and what else a forward draws: call sites, positions in training, and global indices of
+activations."""

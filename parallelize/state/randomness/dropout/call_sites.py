@@ -1,8 +1,8 @@
 """The call sites of dropout in a model, and the dropout that replaces them.
 
-The forward of `nn.Dropout` modules is replaced. Functional dropout and attention dropout are intercepted by a function mode,
-which is on only while a module runs whose code calls them. The layout of the activations at a call site is determined at its
-first call, from the last planned module that ran before.
+The forward of `nn.Dropout` modules is replaced. Functional dropout and attention dropout are intercepted by a function
+mode, which is on only while a module runs whose code calls them. The layout of the activations at a call site is
+determined at its first call, from the last planned module that ran before.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class DropoutSites:
             return attention(query, key, value, keep, p, **options)
 
     def of_weights(self, call_site: str, query: torch.Tensor, key: torch.Tensor, p: float) -> WeightDropout:
-        """The dropout of attention weights over `cp`, where no rank has all of them: masks are drawn with the scores."""
+        """The dropout of attention weights over `cp`, where no rank has all of them: masks are drawn with the
+        scores."""
         stream, forward = self.clock.call(call_site)
         layout = self.layouts.get(call_site)
         if layout is None:
@@ -230,7 +231,8 @@ class ModuleDropout(NamedTuple):
 
 
 class Scope:
-    """One call of a module whose code calls dropout functions. Its call sites are numbered in the order of their calls."""
+    """One call of a module whose code calls dropout functions. Its call sites are numbered in the order of their
+    calls."""
 
     __slots__ = ("fqn", "number")
 
@@ -242,7 +244,7 @@ class Scope:
         return f"{self.fqn}#{self.number - 1}"
 
 
-# -- functions ----------------------------------------------------------------------------------------------------------
+# -- functions ---------------------------------------------------------------------------------------------------------
 
 
 class _FunctionalDropout(TorchFunctionMode):
@@ -322,7 +324,7 @@ _INTERCEPTED: dict[Any, Callable[[DropoutSites, Any, tuple, dict], Any]] = {
 }
 
 
-# -- modules ------------------------------------------------------------------------------------------------------------
+# -- modules -----------------------------------------------------------------------------------------------------------
 
 
 class FirstForwardCheck(TorchFunctionMode):
@@ -357,7 +359,8 @@ def dropout_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
 
 
 def scoped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module whose code calls dropout functions; they are intercepted in training at a rate above zero."""
+    """The forward of a module whose code calls dropout functions; they are intercepted in training at a rate above
+    zero."""
     sites, fqn, stock, rates = self._applied.dropout
     if stock is None:
         stock = MethodType(type(self).forward, self)
@@ -379,7 +382,8 @@ def _drops_now(module: nn.Module, rates: Sequence[tuple[nn.Module, str]]) -> boo
 
 @contextmanager
 def dropout_scope(module: nn.Module) -> Iterator[None]:
-    """Intercept the dropout functions of a module inside: for a forward that backward runs again, without `scoped_forward`.
+    """Intercept the dropout functions of a module inside: for a forward that backward runs again, without
+    `scoped_forward`.
 
     The forward itself is inside of both: the numbers of its calls start again here, as they do in the second forward.
     """
@@ -397,9 +401,11 @@ def dropout_scope(module: nn.Module) -> Iterator[None]:
 
 
 def rates_of(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """(module, attribute) of a module's dropout rates: numbers with `drop` in their name, and `p` of `nn.Dropout` children.
+    """(module, attribute) of a module's dropout rates: numbers with `drop` in their name, and `p` of `nn.Dropout`
+    children.
 
-    While all of them are zero there is no dropout, and the function mode, which costs 1 to 2 us per torch call, stays off.
+    While all of them are zero there is no dropout, and the function mode, which costs 1 to 2 us per torch call, stays
+    off.
     """
     attributes = [
         (module, name) for name, value in vars(module).items() if "drop" in name.lower() and type(value) in (int, float)

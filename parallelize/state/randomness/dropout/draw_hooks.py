@@ -1,4 +1,5 @@
-"""The hooks on a model by which its forwards draw: they begin and end a forward, and follow what is sharded while it runs."""
+"""The hooks on a model by which its forwards draw: they begin and end a forward, and follow what is sharded while it
+runs."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class DrawHooks:
     """The hooks of one model.
 
     Args:
-        columns: modules after which activations are sharded by columns, or (None) not. In the first forward of each mode hooks on them
-            tell what is sharded at a draw; they stay if something is drawn.
+        columns: modules after which activations are sharded by columns, or (None) not. In the first forward of each
+            mode hooks on them tell what is sharded at a draw; they stay if something is drawn.
         masks: whether it has dropout, by which they stay always.
     """
 
@@ -73,7 +74,8 @@ def remove_draw_hooks(module: nn.Module) -> None:
 
 
 def draw_clock(module: nn.Module) -> Clock | None:
-    """The clock of what a model draws, with or without dropout; None where its ranks choose the seed, or nothing is installed."""
+    """The clock of what a model draws, with or without dropout; None where its ranks choose the seed, or nothing is
+    installed."""
     hooks = expected(applied(module).draws, DrawHooks)
     return None if hooks is None or hooks.sites.clock.agree_later else hooks.sites.clock
 

@@ -1,7 +1,7 @@
 """Which elements of the global draw a rank draws: told by the shape of the tensor that is filled.
 
-A dim of the batch's rows places it in the global batch, a dim of this rank's tokens in the sequence; without a row, the numbers are those
-of the step, in all of its microbatches and on all data ranks.
+A dim of the batch's rows places it in the global batch, a dim of this rank's tokens in the sequence; without a row, the
+numbers are those of the step, in all of its microbatches and on all data ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ T = torch.Tensor
 class Order(NamedTuple):
     """A drawn tensor as [rows, tokens, ..]: its own shape with dims moved, and the shape that it is viewed in then.
 
-    has_rows: whether its first dim are rows of the batch, or a multiple of them. by_token: whether its second dim are tokens.
+    has_rows: whether its first dim are rows of the batch, or a multiple of them. by_token: whether its second dim are
+    tokens.
     """
 
     dims: tuple[int, ...]
@@ -36,7 +37,8 @@ class Order(NamedTuple):
 class DrawPlace:
     """The elements of a draw: of a key, [rows, runs of columns] of the full tensor.
 
-    order: of the local tensor. is_cut: whether other ranks of tp or cp have other elements. first_row: in the global batch.
+    order: of the local tensor. is_cut: whether other ranks of tp or cp have other elements. first_row: in the global
+    batch.
     """
 
     key: Key
@@ -78,7 +80,10 @@ def order_of(shape: torch.Size, rows: int | None, tokens: int | None, whole: int
         each = math.prod(shape) // (shape[batch] if batch is not None and shape[batch] else 1)
         if not found and (each == 1 or ndim < 3 or batch is None):
             return _without_tokens(shape, batch)
-        what = f"random numbers of shape {list(shape)}, where this rank has {tokens} of the {whole} tokens of each sequence,"
+        what = (
+            f"random numbers of shape {list(shape)}, where this rank has {tokens} of the {whole} tokens of each "
+            "sequence,"
+        )
         raise no_place(what, site)
     first = () if batch is None else (batch,)
     dims = (*first, found[0], *(dim for dim in range(ndim) if dim not in (*first, found[0])))
@@ -135,5 +140,8 @@ def place_of(
 
 def no_place(what: str, site: str) -> ModelError:
     """The error for numbers that would depend on the mesh."""
-    fix = "draw them for whole sequences or rows, outside of column linears and sharded tokens; or use a mesh without this axis"
+    fix = (
+        "draw them for whole sequences or rows, outside of column linears and sharded tokens; or use a mesh without "
+        "this axis"
+    )
     return ModelError(Problem("unplaceable-draw", f"{what} cannot be drawn as one process draws them", site, fix=fix))

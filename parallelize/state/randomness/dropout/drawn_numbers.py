@@ -1,4 +1,5 @@
-"""What PyTorch's random operations draw, as functions of random bits: by operation, the numbers for a block of elements.
+"""What PyTorch's random operations draw, as functions of random bits: by operation, the numbers for a block of
+elements.
 
 Each number is computed in float64 and rounded once. A block is int64 global indices, which are overwritten.
 """
@@ -19,7 +20,8 @@ Draw = Callable[[Key, T], T]
 
 
 def uniform_of(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Draw:
-    """In [low, high); of a dtype in half precision with as many bits as it stores, so that none is rounded up to `high`."""
+    """In [low, high); of a dtype in half precision with as many bits as it stores, so that none is rounded up to
+    `high`."""
     count = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}.get(dtype, 53)
 
     def draw(key: Key, index: T) -> T:

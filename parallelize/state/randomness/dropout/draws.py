@@ -1,8 +1,8 @@
 """Random numbers that a model draws in its forward: noise, masks, timesteps, the layers that it skips.
 
-Each draw is a function of seed, step, call site and of an element's place in the global batch, as dropout's masks are. So the ranks of
-tp, cp and pp that must share it do, one process draws the same, and a recompute draws it again. PyTorch's own generator is not used, and
-does not advance. A draw with a generator of the caller's own is the caller's.
+Each draw is a function of seed, step, call site and of an element's place in the global batch, as dropout's masks are.
+So the ranks of tp, cp and pp that must share it do, one process draws the same, and a recompute draws it again.
+PyTorch's own generator is not used, and does not advance. A draw with a generator of the caller's own is the caller's.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ class _Drawing:
         return self._numbers(like.shape, normal_of(), torch.float64).mul_(std).add_(mean).to(like.dtype)
 
     def multinomial(self, weights: T, count: int, replacement: bool = False) -> T:
-        """With replacement by the inverse of the cumulative distribution; without, the first of exponential arrivals."""
+        """With replacement by the inverse of the cumulative distribution; without, the first of exponential
+        arrivals."""
         if not replacement:
             arrivals = self._numbers(weights.shape, exponential_of(), torch.float64)
             return (weights / arrivals).topk(count, -1).indices
@@ -211,7 +212,8 @@ _UNITS = os.path.join(_PACKAGE, "axes", "recomputation", "unit.py")
 
 
 class DrawCall(NamedTuple):
-    """module: the innermost known module that is called. path: of the draw in its code. place: file and line, for messages.
+    """module: the innermost known module that is called. path: of the draw in its code. place: file and line, for
+    messages.
 
     compiled: whether a compiled graph draws, the seeds of its own generator.
     """
@@ -228,7 +230,8 @@ def draw_call(is_known: Callable[[nn.Module], bool], again: bool) -> DrawCall | 
     Args:
         again: whether backward runs, so that it is a recompute.
 
-    Raises: ModelError `unplaceable-draw` in a checkpointed function that is not the call of a module: no recompute would find it.
+    Raises: ModelError `unplaceable-draw` in a checkpointed function that is not the call of a module: no recompute
+        would find it.
     """
     frame: FrameType | None = sys._getframe(3)
     path: list[str] = []

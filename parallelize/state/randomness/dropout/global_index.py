@@ -37,7 +37,8 @@ class LocalTokens:
         return count(self.runs)
 
     def shard(self, rank: int, size: int) -> LocalTokens:
-        """The tokens of a shard of a sequence-parallel region: ceil(s / size) of them, fewer where shards are padded."""
+        """The tokens of a shard of a sequence-parallel region: ceil(s / size) of them, fewer where shards are
+        padded."""
         each = -(-self.count // size)
         return replace(self, runs=slice_runs(self.runs, rank * each, (rank + 1) * each))
 

@@ -1,8 +1,8 @@
 """What a forward draws by Python's `random` and by NumPy: LayerDrop, and masks of spans, in some models.
 
-No call of theirs can be seen. So a forward that draws from them begins with states that are functions of seed and step, and the states of
-before are set again after it. Python's is that of the whole step: its draws, one number each, are for all rows. NumPy's, by which
-models draw for rows, is that of the first row too.
+No call of theirs can be seen. So a forward that draws from them begins with states that are functions of seed and step,
+and the states of before are set again after it. Python's is that of the whole step: its draws, one number each, are for
+all rows. NumPy's, by which models draw for rows, is that of the first row too.
 """
 
 from __future__ import annotations

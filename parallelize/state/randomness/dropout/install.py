@@ -1,4 +1,5 @@
-"""`install_dropout`: make the dropout of a model, and what else its forward draws, a function of seed, step and global index."""
+"""`install_dropout`: make the dropout of a model, and what else its forward draws, a function of seed, step and global
+index."""
 
 from __future__ import annotations
 
@@ -38,13 +39,15 @@ from parallelize.state.stored_slices import data_rank
 
 
 def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = None) -> Clock:
-    """Make `nn.Dropout`, `F.dropout` and attention dropout of a model draw one global mask on any mesh, and its forward the same numbers.
+    """Make `nn.Dropout`, `F.dropout` and attention dropout of a model draw one global mask on any mesh, and its forward
+    the same numbers.
 
-    Call it after `parallelize_module`, or on an unsharded model in one process: both draw the same mask. Each forward of
-    `module` in training counts as a step, unless `clock.move(Position(...))` sets the position in training. Data ranks draw
-    the masks of consecutive rows of the global batch. Noise, masks, timesteps and skipped layers that the forward draws by torch are
-    drawn in the same way; a draw that has no row is that of the step on all data ranks. Of Python's `random` and NumPy's generator,
-    the forward draws from a state that is set for it: the former of the step, the latter of the step and the first row.
+    Call it after `parallelize_module`, or on an unsharded model in one process: both draw the same mask. Each forward
+    of `module` in training counts as a step, unless `clock.move(Position(...))` sets the position in training. Data
+    ranks draw the masks of consecutive rows of the global batch. Noise, masks, timesteps and skipped layers that the
+    forward draws by torch are drawn in the same way; a draw that has no row is that of the step on all data ranks. Of
+    Python's `random` and NumPy's generator, the forward draws from a state that is set for it: the former of the step,
+    the latter of the step and the first row.
 
     Args:
         module: the model. Its forwards define the steps, so install it on the module that is called.
@@ -52,11 +55,12 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
         mesh: the mesh with the data axes, if the model has no plan.
 
     Returns: the dropout clock. Its `state_dict()`, three numbers, belongs in a checkpoint.
-    Raises: before anything is changed, ModelError `unplaceable-dropout` with all dropout that is not supported (`Dropout2d`,
-        `MultiheadAttention`, ...) or after a dict of style objects that shards the sequence, `already-installed`. During a
-        forward, `unplaceable-dropout`, `unplaceable-draw`, `dropout-outside-forward`, `ambiguous-dropout`.
-    Cost: no communication. Attention with dropout computes explicit weights, [batch, heads, S, S] in memory; over `cp` it draws
-        masks block by block, in both passes, and stores none.
+    Raises: before anything is changed, ModelError `unplaceable-dropout` with all dropout that is not supported
+        (`Dropout2d`, `MultiheadAttention`, ...) or after a dict of style objects that shards the sequence,
+        `already-installed`. During a forward, `unplaceable-dropout`, `unplaceable-draw`, `dropout-outside-forward`,
+        `ambiguous-dropout`.
+    Cost: no communication. Attention with dropout computes explicit weights, [batch, heads, S, S] in memory; over `cp`
+        it draws masks block by block, in both passes, and stores none.
     """
     _check(module, record_of(module), mesh)
     remove_draw_hooks(module)
@@ -80,7 +84,8 @@ def install_draws(module: nn.Module, mesh: DeviceMesh | None = None, seed: int |
     """`install_dropout` for a model without dropout: its forward draws the same numbers on any mesh.
 
     Args:
-        seed: None: the ranks of `tp` and `cp` take that of PyTorch's generator on the first of them, when something is drawn.
+        seed: None: the ranks of `tp` and `cp` take that of PyTorch's generator on the first of them, when something is
+            drawn.
 
     Cost: no communication, but one broadcast at the first draw where there is no seed.
     """
@@ -206,7 +211,8 @@ def _drops_by_itself(module: nn.Module) -> bool:
 
 
 def unknown_layouts(resolved: ResolvedPlan | None) -> list[Problem]:
-    """Problems for a dict of style objects after which nothing says which rows or columns of an activation a rank has."""
+    """Problems for a dict of style objects after which nothing says which rows or columns of an activation a rank
+    has."""
     if resolved is None or resolved.mesh.ranks("tp") == 1:
         return []
     sequence = (Conversion.SCATTER_SEQUENCE, Conversion.GATHER_SEQUENCE)
@@ -277,6 +283,9 @@ def _refuse_uninstalled(module: nn.Module, _: Any) -> None:
     if names and (unplaceable := unknown_layouts(resolution_of(module))):  # for which install_dropout is refused
         raise ModelError(*unplaceable)
     if names:
-        what = f"{short_list([name or 'the model' for name in names], 3)} would draw masks from PyTorch's generator, which knows nothing of shards"
+        what = (
+            f"{short_list([name or 'the model' for name in names], 3)} would draw masks from PyTorch's generator, "
+            "which knows nothing of shards"
+        )
         fix = "call install_dropout(model, seed) after parallelize_module; or use parallelize_model, or rates of 0"
         raise ModelError(Problem("dropout-not-installed", what, fix=fix))

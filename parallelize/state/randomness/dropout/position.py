@@ -1,4 +1,5 @@
-"""The position of a dropout mask, or of another draw: step, rows of the global batch and call, which a recompute repeats."""
+"""The position of a dropout mask, or of another draw: step, rows of the global batch and call, which a recompute
+repeats."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Forward:
 
     @property
     def position(self) -> Position:
-        """Found once. Not by `cached_property`, whose lock ranks that are threads share, while to find it they may communicate."""
+        """Found once. Not by `cached_property`, whose lock ranks that are threads share, while to find it they may
+        communicate."""
         position = self.find()
         self.find = partial(_same, position)  # the inputs of the model are kept no longer
         return position
@@ -55,8 +57,8 @@ class Forward:
 class Clock:
     """The dropout clock: which forward is running, or is being recomputed.
 
-    Without an explicit position, the clock counts each forward with dropout or other draws as one step, and those in evaluation by
-    themselves. Its state is three numbers.
+    Without an explicit position, the clock counts each forward with dropout or other draws as one step, and those in
+    evaluation by themselves. Its state is three numbers.
 
     Args:
         seed: None: `agree` returns it, at the first draw.
@@ -89,7 +91,8 @@ class Clock:
         return self.seed
 
     def move(self, position: Position | Callable[[], Position] | None) -> None:
-        """Set the position of the next forwards, or what finds it where something is drawn; None: count forwards again."""
+        """Set the position of the next forwards, or what finds it where something is drawn; None: count forwards
+        again."""
         if isinstance(position, Position):
             position = partial(_same, position)
         self.explicit = None if position is None else Forward(position)

@@ -1,7 +1,7 @@
 """Distributions of parameters: a value for each random key and global element index.
 
-Each distribution draws in float64 and rounds once to the parameter's dtype, so the bfloat16 weights of a seed are its float32
-weights, rounded. Scaling and shifting, which initializers do in place, give a distribution of the same kind.
+Each distribution draws in float64 and rounds once to the parameter's dtype, so the bfloat16 weights of a seed are its
+float32 weights, rounded. Scaling and shifting, which initializers do in place, give a distribution of the same kind.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ Distribution = Constant | Uniform | Normal | TruncatedNormal
 
 
 def kaiming_uniform(fan_in: int, a: float = math.sqrt(5.0)) -> Uniform:
-    """The default of `nn.Linear` weights: bound gain * sqrt(3 / fan_in), with the gain sqrt(2 / (1 + a^2)) of leaky ReLU."""
+    """The default of `nn.Linear` weights: bound gain * sqrt(3 / fan_in), with the gain sqrt(2 / (1 + a^2)) of leaky
+    ReLU."""
     bound = math.sqrt(3.0) * math.sqrt(2.0 / (1.0 + a * a)) / math.sqrt(fan_in)
     return Uniform(-bound, bound)
 

@@ -1,7 +1,7 @@
 """`initialize`: every rank draws its local elements of the weights, and all meshes get the same weights.
 
-The text of `initialize` is the order: determine the distributions of every parameter, refuse unknown ones, allocate, and only
-then write, one parameter at a time.
+The text of `initialize` is the order: determine the distributions of every parameter, refuse unknown ones, allocate,
+and only then write, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Rules = Mapping[str, Distribution]
 def build_on_meta(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
     """Build a model on the meta device, and record how stock PyTorch would initialize it.
 
-    The ops of constructors and of a library's initialization after them are recorded, and `initialize` reads the recording.
-    A model of any size takes no memory: `build_on_meta(LlamaForCausalLM, config)`.
+    The ops of constructors and of a library's initialization after them are recorded, and `initialize` reads the
+    recording. A model of any size takes no memory: `build_on_meta(LlamaForCausalLM, config)`.
 
     Args:
         build: a class or function that returns the model.
@@ -80,9 +80,10 @@ def initialize(
 ) -> nn.Module:
     """Initialize every parameter, with the same full weights on every mesh. A meta model is allocated first.
 
-    The value of an element depends on the seed, the parameter's first name and the element's index in the full tensor. So a
-    model on one process, with a plan, or under `fully_shard` gets bit-equal full weights. The distributions are those of the
-    stock model: as `build_on_meta` recorded them, or from the modules' `reset_parameters` and `_init_weights`.
+    The value of an element depends on the seed, the parameter's first name and the element's index in the full tensor.
+    So a model on one process, with a plan, or under `fully_shard` gets bit-equal full weights. The distributions are
+    those of the stock model: as `build_on_meta` recorded them, or from the modules' `reset_parameters` and
+    `_init_weights`.
 
     Args:
         module: any model: unsharded, planned, split into pipeline stages, on the meta device or not.
@@ -308,10 +309,10 @@ def building(device: torch.device | str | None = None, dtype: torch.dtype | None
         with building("cuda", torch.bfloat16):
             model = Transformer(config)
 
-    Each floating-point parameter gets the dtype when it is assigned to its module, before it is initialized, and stays the object that
-    it is, with its class, its hooks and its other names. Buffers keep the dtype that their module gives them: tables of positions
-    lose what they are for in a narrow one, and so they would under `torch.set_default_dtype`. Contexts nest, and hold for the thread
-    that enters them; of several dtypes the innermost one is given.
+    Each floating-point parameter gets the dtype when it is assigned to its module, before it is initialized, and stays
+    the object that it is, with its class, its hooks and its other names. Buffers keep the dtype that their module gives
+    them: tables of positions lose what they are for in a narrow one, and so they would under `torch.set_default_dtype`.
+    Contexts nest, and hold for the thread that enters them; of several dtypes the innermost one is given.
 
     Args:
         device: of parameters and buffers, unless the module names another one. None: as without the context.

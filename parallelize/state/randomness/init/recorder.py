@@ -1,7 +1,7 @@
 """Record initializers on the meta device: every op that fills or changes a tensor, in order.
 
-A recording identifies tensors by storage, so views, `.data` and `nn.Parameter` need no bookkeeping: an op on a view is an op
-on a part of a storage. `recipes` reads distributions from a recording; `stock_generator` runs it on real tensors.
+A recording identifies tensors by storage, so views, `.data` and `nn.Parameter` need no bookkeeping: an op on a view is
+an op on a part of a storage. `recipes` reads distributions from a recording; `stock_generator` runs it on real tensors.
 """
 
 from __future__ import annotations
@@ -147,9 +147,11 @@ _CHECKED = torch.Generator()
 
 
 def _recorded_fill(func: Any, args: tuple, kwargs: dict, run: Callable[[], Any]) -> Any:
-    """The result of an op that fills its first argument with random numbers. On meta PyTorch would take a millisecond for it.
+    """The result of an op that fills its first argument with random numbers. On meta PyTorch would take a millisecond
+    for it.
 
-    One number is drawn in its place, which checks the dtype and the other arguments, where the CPU has a kernel for the dtype.
+    One number is drawn in its place, which checks the dtype and the other arguments, where the CPU has a kernel for the
+    dtype.
     """
     one_number = torch.empty(1, dtype=args[0].dtype, device="cpu")
     try:
@@ -173,8 +175,8 @@ def _real_draw(name: str) -> ModelError:
 def record_initialization() -> Iterator[Recorder]:
     """A context in which new tensors are on the meta device and every op on them is recorded.
 
-    Libraries that skip initialization on the meta device check the device of an empty tensor; that tensor reports the device
-    that it would have outside the context.
+    Libraries that skip initialization on the meta device check the device of an empty tensor; that tensor reports the
+    device that it would have outside the context.
     """
     recorder = Recorder()
     with private.record_ops(recorder.op), private.on_meta(), private.truncated_normals(recorder.truncated):

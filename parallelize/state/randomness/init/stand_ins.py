@@ -1,8 +1,9 @@
-"""The initialization of a model that is already built: `reset_parameters` and `_init_weights` of its modules, on stand-ins.
+"""The initialization of a model that is already built: `reset_parameters` and `_init_weights` of its modules, on
+stand-ins.
 
-The stand-ins are shallow copies of all modules with full-shaped meta parameters, so the model is not changed, and the layout
-of its shards does not matter. Initialization inside a constructor cannot be repeated: then the model must be built by
-`build_on_meta`, or rules given.
+The stand-ins are shallow copies of all modules with full-shaped meta parameters, so the model is not changed, and the
+layout of its shards does not matter. Initialization inside a constructor cannot be repeated: then the model must be
+built by `build_on_meta`, or rules given.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def recipe_of_stand_ins(module: nn.Module, blanks: dict[str, torch.Tensor]) -> t
 
 
 class _StandIns:
-    """Copies of modules, each created once. Tied parameters are separate, as they are when stock code initializes them."""
+    """Copies of modules, each created once. Tied parameters are separate, as they are when stock code initializes
+    them."""
 
     def __init__(self, blanks: dict[str, torch.Tensor]):
         self.blanks = blanks
@@ -78,7 +80,8 @@ class _StandIns:
 
 
 def _stock_class(module: nn.Module) -> type:
-    """The class without that of `fully_shard`, which libraries mistake for a user's class and skip some of its modules."""
+    """The class without that of `fully_shard`, which libraries mistake for a user's class and skip some of its
+    modules."""
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
@@ -132,7 +135,8 @@ def _children_first(module: nn.Module, name: str, seen: set[int] | None = None) 
 
 
 def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
-    """The modules that initialize everything below them: those with `_init_weights(module)`, the outermost of each branch."""
+    """The modules that initialize everything below them: those with `_init_weights(module)`, the outermost of each
+    branch."""
     if callable(getattr(module, "_init_weights", None)):
         yield name, module
         return

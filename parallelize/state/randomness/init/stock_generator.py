@@ -1,9 +1,9 @@
 """The numbers that stock PyTorch draws when it builds a model in one process, without storing that model.
 
-A recording is replayed on the CPU with a separate generator. Every draw is repeated, in order and at full size, because the
-next one continues from the generator's state. A parameter is computed as one full tensor, passed on, and freed. If draws of
-other parameters come between the draws of one parameter, its draws are repeated from saved generator states: that costs time,
-but no second tensor.
+A recording is replayed on the CPU with a separate generator. Every draw is repeated, in order and at full size, because
+the next one continues from the generator's state. A parameter is computed as one full tensor, passed on, and freed. If
+draws of other parameters come between the draws of one parameter, its draws are repeated from saved generator states:
+that costs time, but no second tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Take = Callable[[str, torch.Tensor], None]
 
 
 def replay_stock(recipe: Recipe, names: Iterable[str], seed: int | None, take: Take) -> None:
-    """Call `take(name, full tensor)` for each named parameter, with the values of stock PyTorch after `manual_seed(seed)`.
+    """Call `take(name, full tensor)` for each named parameter, with the values of stock PyTorch after
+    `manual_seed(seed)`.
 
     Args:
         seed: None if none of the parameters draws random numbers; only their own ops are then run.
@@ -118,7 +119,8 @@ class _Replayer:
         return used | {other for index in draws for other in self._inputs_of(index) if self.ops[other].random}
 
     def _inputs_of(self, index: int) -> list[int]:
-        """The ops on which the values depend that a draw reads, such as probabilities, beside those that it overwrites."""
+        """The ops on which the values depend that a draw reads, such as probabilities, beside those that it
+        overwrites."""
         op = self.ops[index]
         needed = (self.dependencies.of(storage, index) for storage in op.reads - op.writes)
         return sorted({other for indices in needed for other in indices})

@@ -94,7 +94,8 @@ def profile_of(device_name: str) -> str:
 def load_machine(name: str | os.PathLike) -> Machine:
     """A shipped profile by name, or a YAML file of the same form.
 
-    Raises: PlanError `unknown-hardware`; `bad-hardware` with every constant that is missing or is not a positive number.
+    Raises: PlanError `unknown-hardware`; `bad-hardware` with every constant that is missing or is not a positive
+        number.
     """
     path = PROFILES / f"{str(name).lower()}.yaml"
     if not path.exists():

@@ -1,7 +1,8 @@
 """Bytes that a rank stores over a step: what stays, and what is allocated and freed as the schedule runs. Arithmetic.
 
-What stays (parameters, gradients, optimizer state) is counted by `plan/parameter_shards.py`. The rest are the recorded changes of each
-segment, in the order of the rank's actions. Under ZeRO 2, communication buffers are counted at their largest; under ZeRO 3 as units run.
+What stays (parameters, gradients, optimizer state) is counted by `plan/parameter_shards.py`. The rest are the recorded
+changes of each segment, in the order of the rank's actions. Under ZeRO 2, communication buffers are counted at their
+largest; under ZeRO 3 as units run.
 """
 
 from __future__ import annotations
@@ -183,7 +184,8 @@ class _MemoryWalk:
         return self._curves[key]
 
     def _with_units(self, action: Action, units: GatheredUnits) -> int:
-        """The highest sum in an action, over that before it: full gradients of a unit stay until the unit has run backward."""
+        """The highest sum in an action, over that before it: full gradients of a unit stay until the unit has run
+        backward."""
         key = (action.stage, action.kind)
         if key not in self._peaks_with_units:
             segments = self.step.segments(action.stage, later=False).of(action.kind)
@@ -203,8 +205,8 @@ def stored_bytes(
 ) -> StoredBytes:
     """Parameters, gradients and optimizer state.
 
-    Stage 3 stores parameters in the weights' dtype where compute is narrower; the others store what they compute with, and
-    step float32 copies where that is narrower.
+    Stage 3 stores parameters in the weights' dtype where compute is narrower; the others store what they compute with,
+    and step float32 copies where that is narrower.
 
     Args:
         matrices: names of parameters that Muon steps as matrices.
@@ -239,8 +241,8 @@ def _optimizer_elements(shards: Sequence[ParameterShard], setting: Setting) -> i
 def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """Communication buffers.
 
-    ZeRO 2 has flat buckets for two reductions at once. Deferred reductions store full gradients until the step ends. (Those of ZeRO 3
-    depend on the unit that runs.)
+    ZeRO 2 has flat buckets for two reductions at once. Deferred reductions store full gradients until the step ends.
+    (Those of ZeRO 3 depend on the unit that runs.)
     """
     if setting.size(setting.shard_axis) == 1:
         return 0
@@ -258,7 +260,8 @@ def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
 
 
 def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting) -> int:
-    """ZeRO 3, when activations are freed: a gathered group, its full gradients, and the buffer of their reduce-scatter."""
+    """ZeRO 3, when activations are freed: a gathered group, its full gradients, and the buffer of their
+    reduce-scatter."""
     if setting.zero != 3 or setting.size(setting.shard_axis) == 1:
         return 0
     item, groups = 2 * setting.compute_bytes + setting.gradient_bytes, zero_groups(shards).values()
@@ -276,8 +279,8 @@ def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting) -> int:
 class UnitBuffers(NamedTuple):
     """Bytes while one unit of the model, such as a layer, runs.
 
-    start: all parameters, as the last ones are copied from the buffer that was gathered. running: all of them.
-    beside: as the unit before or after another one: its own parameters, without those of experts inside. gradients: of these.
+    start: all parameters, as the last ones are copied from the buffer that was gathered. running: all of them. beside:
+    as the unit before or after another one: its own parameters, without those of experts inside. gradients: of these.
     """
 
     start: int
@@ -306,7 +309,8 @@ class GatheredUnits:
         return self._known[unit]
 
     def peak(self, segments: Sequence[Segment], is_backward: bool) -> int:
-        """The highest sum of activations, gathered parameters and full gradients in an action, over activations before it."""
+        """The highest sum of activations, gathered parameters and full gradients in an action, over activations before
+        it."""
         peak = net = scattered = 0  # scattered: bytes of gradients of the unit before, which are being reduced
         buffers = [self.of(segment.unit) for segment in segments]
         for n, (segment, own) in enumerate(zip(segments, buffers, strict=True)):
@@ -329,7 +333,8 @@ class GatheredUnits:
 def gathered_bytes(group: Sequence[ParameterShard], setting: Setting, item: int, times_of_codes: int = 1) -> int:
     """Bytes of an FSDP unit that is gathered; with one rank, of the copy that `fully_shard` makes instead.
 
-    item: of an element that is no code of a quantized weight. times_of_codes: how often the codes' own bytes are counted.
+    item: of an element that is no code of a quantized weight. times_of_codes: how often the codes' own bytes are
+    counted.
     """
     ranks = view_of(group[0], setting).ranks
     sizes = (s.padded_numel(ranks) * (s.code_bytes * times_of_codes if s.code_bytes else item) for s in group)

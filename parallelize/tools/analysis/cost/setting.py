@@ -15,7 +15,8 @@ from parallelize.plan.options import DTYPES, Options, refuse_unknown, wrong_choi
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 0, "sgd_momentum": 4, "adafactor": 0, "lion": 4, "muon": 8}
-"""Bytes of optimizer state per element, in float32; of Muon those of the elements that AdamW steps (see `matrix_steps.py`)."""
+"""Bytes of optimizer state per element, in float32; of Muon those of the elements that AdamW steps (see
+`matrix_steps.py`)."""
 
 _ONE_PER_MICROBATCH: Any = None
 
@@ -29,7 +30,8 @@ class Setting(Options):
         sequence: tokens of a sequence.
         weights_dtype: the dtype of stored weights; compute has `dtype`, which is the same by default.
         optimizer: a key of STATE_BYTES.
-        offload_state: whether optimizer state is in host memory between steps, as `build_optimizer(offload_state=True)` has it.
+        offload_state: whether optimizer state is in host memory between steps, as `build_optimizer(offload_state=True)`
+            has it.
         transport: "nccl" or "gloo", which use different ops for some collectives.
     """
 
@@ -168,7 +170,10 @@ def check_setting(setting: Setting) -> None:
     """Raises: MeshError, ModelError or PlanError with every mistake that the setting alone shows."""
     problems = [] if setting.mesh.names else [Problem("no-axes", "a mesh needs named axes", fix="--mesh tp=8")]
     if setting.reduce_dtype is not None and ITEM_BYTES[setting.reduce_dtype] != setting.gradient_bytes:
-        what = f"sums of gradients in {setting.reduce_dtype} are not predicted, only those of {setting.gradient_bytes} bytes"
+        what = (
+            f"sums of gradients in {setting.reduce_dtype} are not predicted, only those of {setting.gradient_bytes} "
+            "bytes"
+        )
         raise ModelError(Problem("bad-option", f"reduce_dtype: {what}", fix="leave reduce_dtype out"))
     if problems := problems + setting.check_on(setting.mesh):
         raise MeshError(*problems)

@@ -1,8 +1,8 @@
 """An estimate of a step's time: rooflines of ops, bandwidth of links, the schedule's bubble. Arithmetic.
 
-Two bounds. *Sequential*: nothing is overlapped. *Overlapped*: everything that can run while compute runs does, and is hidden
-completely: messages between stages, reductions over data axes during the last backward, ZeRO 3's gathers at any time, and
-messages over tp where the plan's linears are overlapped.
+Two bounds. *Sequential*: nothing is overlapped. *Overlapped*: everything that can run while compute runs does, and is
+hidden completely: messages between stages, reductions over data axes during the last backward, ZeRO 3's gathers at any
+time, and messages over tp where the plan's linears are overlapped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from parallelize.tools.analysis.record.trace_data import Message, Segment
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one microbatch in one stage: compute, and messages over tp. dgrad_fraction: dgrad's part of backward."""
+    """Seconds of one microbatch in one stage: compute, and messages over tp. dgrad_fraction: dgrad's part of
+    backward."""
 
     forward_compute_s: float
     forward_messages_s: float
@@ -182,8 +183,8 @@ def _over_data(message: Message, setting: Setting) -> bool:
 
 
 def _exposed_reductions_s(setting: Setting, stages: Sequence[StageTime], reductions_s: float) -> float:
-    """What compute cannot hide of the reductions. They overlap the last backward of a step; all backwards where ZeRO 2 or 3
-    reduces in each."""
+    """What compute cannot hide of the reductions. They overlap the last backward of a step; all backwards where ZeRO 2
+    or 3 reduces in each."""
     backward_s = max(stage.backward_compute_s for stage in stages)
     num_backwards = setting.step_microbatches if setting.zero in (2, 3) and not setting.defer else 1
     return max(0.0, reductions_s - backward_s * num_backwards)

@@ -1,7 +1,8 @@
 """A full training step of one rank, built from the segments of one microbatch. Arithmetic.
 
-A rank runs the segments of the units that its stages own, once per microbatch, in the order of the schedule. It also sends:
-tensors between stages, gradients over data axes, gradients of tied parameters, pending reductions over tp, and scalars.
+A rank runs the segments of the units that its stages own, once per microbatch, in the order of the schedule. It also
+sends: tensors between stages, gradients over data axes, gradients of tied parameters, pending reductions over tp, and
+scalars.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class RankStep:
     def _with_split_backward(self, segments: StageSegments, stage: int, later: bool) -> StageSegments:
         """Fill in dgrad and wgrad.
 
-        The first stage has no input gradient, so all of its backward is wgrad. Where backward is not split, all of it is
-        dgrad.
+        The first stage has no input gradient, so all of its backward is wgrad. Where backward is not split, all of it
+        is dgrad.
         """
         if self.split_trace is None:
             return replace(segments, dgrad=segments.backward)
@@ -172,7 +173,8 @@ class RankStep:
         return f"input of {self.stages.units[self.stages.bounds(stage)[0]]}"
 
     def _pending_reductions(self) -> Iterator[tuple[Message, int]]:
-        """Gradients that tp ranks have in part: of replicated parameters and of shared heads. One sum per group of ranks.
+        """Gradients that tp ranks have in part: of replicated parameters and of shared heads. One sum per group of
+        ranks.
 
         Under ZeRO 3 each gradient is summed alone in each backward, before `fully_shard` takes it.
         """
@@ -247,7 +249,8 @@ def _select(segments: Sequence[Segment], units: Sequence[str], trace: Microbatch
 def _balanced(actions: Sequence[Sequence[Segment]], present: set[str] | None) -> StageSegments:
     """Segments of a stage that frees everything that it allocates, and nothing else.
 
-    What a unit of another stage would free is freed at the end of that action here. What another stage allocated is not here.
+    What a unit of another stage would free is freed at the end of that action here. What another stage allocated is not
+    here.
 
     Args:
         actions: forward, backward (or dgrad), wgrad. present: the recorded units of this stage; None for all.
@@ -259,7 +262,8 @@ def _balanced(actions: Sequence[Sequence[Segment]], present: set[str] | None) ->
 
 
 def _of_stage(segment: Segment, present: set[str] | None, unfreed: list[int]) -> Segment:
-    """The segment without the releases of what other stages allocated. Adds to `unfreed` what other stages would free."""
+    """The segment without the releases of what other stages allocated. Adds to `unfreed` what other stages would
+    free."""
     if present is None or all(c.other_unit is None or c.other_unit in present for c in segment.changes):
         return segment
     changes = []

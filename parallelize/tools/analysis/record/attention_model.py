@@ -1,8 +1,8 @@
 """The attention kernel that is modeled: what it saves for backward, and its work.
 
-On meta tensors, `scaled_dot_product_attention` would take the path that materializes all scores, which devices with a fused kernel
-do not take. Here the call becomes the CPU's fused op. It saves query, key, value, output and one number per token and head, as
-the flash kernels of CUDA do. A mask that is passed is saved too.
+On meta tensors, `scaled_dot_product_attention` would take the path that materializes all scores, which devices with a
+fused kernel do not take. Here the call becomes the CPU's fused op. It saves query, key, value, output and one number
+per token and head, as the flash kernels of CUDA do. A mask that is passed is saved too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> T:
-    """As `torch.nn.functional.scaled_dot_product_attention`. Dropout takes no memory, and shared heads are not expanded."""
+    """As `torch.nn.functional.scaled_dot_product_attention`. Dropout takes no memory, and shared heads are not
+    expanded."""
     widths_differ = len({query.shape[-1], key.shape[-1], value.shape[-1]}) > 1
     if widths_differ or query.ndim != 4 or (attn_mask is not None and attn_mask.requires_grad):
         return _unfused(query, key, value, attn_mask, is_causal, scale)  # as PyTorch does where no fused kernel applies
@@ -97,7 +98,8 @@ def grouped_matmul(x: T, weights: T, offs: T | None = None, bias: T | None = Non
 
 @contextmanager
 def grouped_experts(model: nn.Module) -> Iterator[None]:
-    """Within the block, experts of `transformers` run as grouped matmuls: their other forwards loop over the values of choices.
+    """Within the block, experts of `transformers` run as grouped matmuls: their other forwards loop over the values of
+    choices.
 
     Experts whose weights are in modules inside run one after another, each with as many tokens.
     """

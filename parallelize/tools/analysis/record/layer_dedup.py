@@ -1,9 +1,9 @@
 """Equal layers are analyzed once: which layers run, and what replaces the others.
 
-A layer's signature is everything that could change what it does: its classes, shapes, plain attributes and its entries in the
-config's lists, but not its number. Layers with one signature are an equivalence class. The first and the last layer of the model
-always run, because regions and stages end there. Of the others, a few of each class run. The rest are replaced by modules that
-return their input and have no parameters.
+A layer's signature is everything that could change what it does: its classes, shapes, plain attributes and its entries
+in the config's lists, but not its number. Layers with one signature are an equivalence class. The first and the last
+layer of the model always run, because regions and stages end there. Of the others, a few of each class run. The rest
+are replaced by modules that return their input and have no parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _PLAIN = (int, float, bool, str, type(None))
 
 
 class PassThrough(nn.Module):
-    """Returns its first input, in the structure (tensor or tuple) in which the layer's representative returns its output.
+    """Returns its first input, in the structure (tensor or tuple) in which the layer's representative returns its
+    output.
 
     `named_modules` yields nothing, so rules, hooks and recompute do not see it.
     """
@@ -59,7 +60,8 @@ class PassThrough(nn.Module):
 
 
 def _comparable(value: Any) -> Any:
-    """What is compared of an attribute: plain values, also in containers; the identity of a function; else the class."""
+    """What is compared of an attribute: plain values, also in containers; the identity of a function; else the
+    class."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (tuple, list)):
@@ -118,8 +120,8 @@ class LayerClasses:
 def layer_classes(layers: Sequence[str], model: ModelFacts, recompute_every: int = 1) -> LayerClasses:
     """Which layers represent which others.
 
-    Of each class the first, the second and the last run. The first creates what several layers share (masks) and frees it in
-    backward; the last frees it in forward. The second does neither, so it represents the others.
+    Of each class the first, the second and the last run. The first creates what several layers share (masks) and frees
+    it in backward; the last frees it in forward. The second does neither, so it represents the others.
     """
     classes: dict[tuple, list[str]] = {}
     representatives = {name: name for name in layers}
@@ -208,8 +210,8 @@ class Marks:
     Attributes:
         layers: units that are layers; the first of them ends what every stage runs.
         gradients: storages that stay as gradients.
-        carried: storages that travel between stages -> the unit that consumes them (as its input, or as the gradient of its
-            output).
+        carried: storages that travel between stages -> the unit that consumes them (as its input, or as the gradient of
+            its output).
     """
 
     layers: Sequence[str]
@@ -255,7 +257,8 @@ def _crossings(actions: Sequence[list[Event]], units: Sequence[list[str]], marks
 
 
 def is_regular(actions: Sequence[list[Event]], marks: Marks) -> bool:
-    """Whether everything that a layer allocates in forward, and that forward frees, is freed by the end of the next unit.
+    """Whether everything that a layer allocates in forward, and that forward frees, is freed by the end of the next
+    unit.
 
     False for models with skip connections over several layers.
     """

@@ -1,7 +1,7 @@
 """From a model on meta, a plan and a mesh to a `MicrobatchTrace`: all units of a training step, equal layers once.
 
-The pipeline is not split here: all units run one after another, and `cost/training_step.py` assigns them to stages. The axes `tp`
-and `cp` are in the mesh. Reductions over data axes are computed in `cost/data_axes.py`.
+The pipeline is not split here: all units run one after another, and `cost/training_step.py` assigns them to stages. The
+axes `tp` and `cp` are in the mesh. Reductions over data axes are computed in `cost/data_axes.py`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def _apply(model: nn.Module, mesh: DeviceMesh, full: ResolvedPlan, options: Opti
 
 
 def _routers(model: nn.Module, stages: Stages | None) -> dict[str, int]:
-    """Units with a router whose sums the load-balancing loss reads -> the number of its experts; none where it is not asked for."""
+    """Units with a router whose sums the load-balancing loss reads -> the number of its experts; none where it is not
+    asked for."""
     if stages is None or not asks_for_router_loss(model):
         return {}
     count = max((count for _, _, count in experts_of(model)), default=0)
@@ -166,7 +167,8 @@ def _run(
 ) -> list[list[Event]]:
     """Events of the actions of two microbatches.
 
-    entry: the first layer. If it is given, backward is split there into dgrad and wgrad, as on a stage without the embedding.
+    entry: the first layer. If it is given, backward is split there into dgrad and wgrad, as on a stage without the
+    embedding.
     """
     with torch.device("meta"):
         inputs = batch.make(model, NUM_MICROBATCHES * batch.size)

@@ -1,7 +1,7 @@
 """What each module is called with and what it returns, unsharded and planned: shapes alone, on meta tensors.
 
-A plan that matches a model's names can still change what its forward computes. Shards that do not fit together make the planned
-forward fail. A module that sees only a part of the data is visible in the shapes of its inputs.
+A plan that matches a model's names can still change what its forward computes. Shards that do not fit together make the
+planned forward fail. A module that sees only a part of the data is visible in the shapes of its inputs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class CallShapes:
 
 @dataclass
 class ForwardShapes:
-    """One forward: calls by module name in the order of entry, and the error that ended it with the module that raised it."""
+    """One forward: calls by module name in the order of entry, and the error that ended it with the module that raised
+    it."""
 
     calls: dict[str, CallShapes] = field(default_factory=dict)
     error: Exception | None = None

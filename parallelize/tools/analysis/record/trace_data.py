@@ -1,9 +1,9 @@
 """What one microbatch does on one rank, unit by unit: memory, messages and ops. Plain data, torch-free.
 
-A *unit* is a module that a pipeline stage owns completely. `OUTSIDE` stands for what the model's own forward does before the
-first layer, which every stage repeats (masks, rotary tables). `LOSS` stands for what comes after the last unit. A *segment* is
-the time during which one unit runs, forward or backward. Segments are recorded once (`tracing.py`) and combined into steps of
-any number of microbatches, stages and schedules (`cost/training_step.py`).
+A *unit* is a module that a pipeline stage owns completely. `OUTSIDE` stands for what the model's own forward does
+before the first layer, which every stage repeats (masks, rotary tables). `LOSS` stands for what comes after the last
+unit. A *segment* is the time during which one unit runs, forward or backward. Segments are recorded once (`tracing.py`)
+and combined into steps of any number of microbatches, stages and schedules (`cost/training_step.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Message(NamedTuple):
         ranks: the size of the group.
         bytes: size of the full tensor (the result of an all-gather, the input of a reduce-scatter).
         phase: "forward", "backward" or "step".
-        received_bytes: of an all_to_all, what arrives from other ranks. remote_bytes: what it sends to other ranks, where its parts
-            differ in size; -1: its even part of `bytes`.
+        received_bytes: of an all_to_all, what arrives from other ranks. remote_bytes: what it sends to other ranks,
+            where its parts differ in size; -1: its even part of `bytes`.
     """
 
     op: str
@@ -62,8 +62,8 @@ class MemoryChange(NamedTuple):
         other_unit: set where one unit allocates and another one frees. For an allocation, the unit that frees it; for a
             release, the unit that allocated it. None for what a layer passes to the next layer, and for what travels
             between stages.
-        freed_in: for an allocation with an `other_unit`, the action of the microbatch that frees it: 0 forward, 1 backward
-            (or dgrad), 2 wgrad, or `ABSENT` (see `segmenting.py`).
+        freed_in: for an allocation with an `other_unit`, the action of the microbatch that frees it: 0 forward, 1
+            backward (or dgrad), 2 wgrad, or `ABSENT` (see `segmenting.py`).
     """
 
     activations: int
@@ -74,8 +74,8 @@ class MemoryChange(NamedTuple):
 
 @dataclass
 class Segment:
-    """One unit's time in one action of one microbatch. freed_at_end: bytes that it allocated and that the end of the action
-    frees."""
+    """One unit's time in one action of one microbatch. freed_at_end: bytes that it allocated and that the end of the
+    action frees."""
 
     unit: str
     changes: list[MemoryChange] = field(default_factory=list)
@@ -105,7 +105,8 @@ class StageBoundary:
 
 @dataclass(frozen=True)
 class MicrobatchSegments:
-    """The segments of one microbatch in order of time. If backward was split, `backward` is dgrad and `wgrad` the rest."""
+    """The segments of one microbatch in order of time. If backward was split, `backward` is dgrad and `wgrad` the
+    rest."""
 
     forward: tuple[Segment, ...]
     backward: tuple[Segment, ...]
@@ -121,10 +122,11 @@ class MicrobatchTrace:
         boundaries: unit -> what travels to a stage that begins there.
         representatives: unit -> the unit that was recorded in its place (itself where it ran).
         regular: whether the next unit frees everything that a layer allocates in forward and does not save.
-        expert_rows, expert_choices: the most rows that a call of experts over `ep` receives, with those of the rank itself, and
-            the most choices that it computes for them.
+        expert_rows, expert_choices: the most rows that a call of experts over `ep` receives, with those of the rank
+            itself, and the most choices that it computes for them.
         routers: units with a router of which the load-balancing loss reads sums -> the number of its experts.
-        without_gradient: parameters of the units that ran which train and got no gradient, such as those that only choose tokens.
+        without_gradient: parameters of the units that ran which train and got no gradient, such as those that only
+            choose tokens.
         skips: units whose output later stages use (`skips:` of a plan) -> what travels of it.
     """
 

@@ -1,7 +1,8 @@
 """Runs one microbatch of a planned model on tensors without values, and records what it does.
 
-A dispatch mode sees every op. It follows storages from allocation to release, answers collectives at once and records them with
-the mesh axis of their group, and computes the work of ops from shapes. The code that runs is the training code.
+A dispatch mode sees every op. It follows storages from allocation to release, answers collectives at once and records
+them with the mesh axis of their group, and computes the work of ops from shapes. The code that runs is the training
+code.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Event:
 
 
 class MeshAxes:
-    """Finds the mesh axis of a group of ranks. ep: the ranks over which experts are folded, where they are more than tp's."""
+    """Finds the mesh axis of a group of ranks. ep: the ranks over which experts are folded, where they are more than
+    tp's."""
 
     def __init__(self, spec: MeshSpec, rank: int, ep: tuple[int, ...] = ()):
         self.spec, self.rank = spec, rank
@@ -126,8 +128,8 @@ class Tracer(private.DispatchMode):
         return output
 
     def _scalar(self, x: T) -> bool | float | int:
-        """The answer to a forward that reads a value: zero, but True for `all(...)` (no position is masked, no sequence is
-        packed)."""
+        """The answer to a forward that reads a value: zero, but True for `all(...)` (no position is masked, no sequence
+        is packed)."""
         if private.storage_address(x) == self._last_all:
             return True
         if x.dtype == torch.bool:
@@ -146,7 +148,8 @@ class Tracer(private.DispatchMode):
         return work if returned == "work" else (args[0], work)
 
     def _library_op(self, func: Any, args: tuple) -> Any:
-        """An op of this package with a collective inside: its kernel runs under this mode, and its messages are recorded."""
+        """An op of this package with a collective inside: its kernel runs under this mode, and its messages are
+        recorded."""
         name = func._schema.name.partition("::")[2]
         group = KERNELS[name].group(args)
         with group.recording() as sent, self:
@@ -181,7 +184,8 @@ class Tracer(private.DispatchMode):
         self._serials[address] = serial = self._last_serial
         self._allocators[serial] = unit
         self.events.append(Event(unit, serial, size))
-        # the registry of finalizers must not keep the tracer, which has the model and with it the storages that it waits for
+        # the registry of finalizers must not keep the tracer, which has the model and with it the storages that it
+        # waits for
         weakref.finalize(storage, _freed, weakref.ref(self), address, serial, size)
 
     def _freed(self, address: int, serial: int, size: int) -> None:

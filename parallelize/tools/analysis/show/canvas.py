@@ -1,4 +1,5 @@
-"""SVG elements: boxes, lines, text, axes. Colors are CSS classes of the page's style sheet, which has them for light and dark.
+"""SVG elements: boxes, lines, text, axes. Colors are CSS classes of the page's style sheet, which has them for light
+and dark.
 
 Fills `c0` to `c7` are the palette of Okabe and Ito, which is distinguishable with color vision deficiency.
 """
@@ -83,7 +84,8 @@ def axis_left(left: float, right: float, y_of: Callable[[float], float], end: fl
 
 
 def legend(entries: Sequence[tuple[str, str]], left: float, right: float, top: float) -> tuple[list[str], float]:
-    """(colored squares with names, in as many rows as they need; the y at which the rows end). entries: (fill, name)."""
+    """(colored squares with names, in as many rows as they need; the y at which the rows end). entries: (fill,
+    name)."""
     body, x, y = [], left, top
     for fill, name in entries:
         width = 20 + text_width(name, 11) + 14
@@ -218,4 +220,4 @@ svg .halo { paint-order: stroke; stroke: var(--back); stroke-width: 3px; stroke-
   .scroll > svg { max-width: 100%; height: auto; } .frame { stroke-width: 0.2px; } h2, h3 { break-after: avoid; } figure, tr { break-inside: avoid; }
   svg, .meter div { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   details::details-content { display: block; content-visibility: visible; } }
-"""
+"""  # noqa: E501

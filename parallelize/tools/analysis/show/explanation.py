@@ -1,7 +1,7 @@
 """The result of `explain`, as data. Torch-free.
 
-The fields of all classes here are keys of the JSON output. Bytes and counts are computed from the code that runs; times are
-estimates and labeled so.
+The fields of all classes here are keys of the JSON output. Bytes and counts are computed from the code that runs; times
+are estimates and labeled so.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class RankReport:
 
 @dataclass(frozen=True)
 class WorstRouting:
-    """A rank that gets all tokens of its group of `ep` in every layer, and the same rank where tokens are divided evenly.
+    """A rank that gets all tokens of its group of `ep` in every layer, and the same rank where tokens are divided
+    evenly.
 
     Attributes:
         rows, even_rows: the most tokens that it receives in a call of experts, with its own.
@@ -136,8 +137,8 @@ class Explanation:
             profile.
         parameters: one line for equal parameters. ranks: the first, a middle and the last pp rank.
         time: estimates. assumptions: of all figures, as text. advice: single changes that would help.
-        activations_without_recompute, activations_with_recompute: the peak in bytes on the first pp rank, with recompute
-            "off" and "full"; 0 where the model has nothing to recompute.
+        activations_without_recompute, activations_with_recompute: the peak in bytes on the first pp rank, with
+            recompute "off" and "full"; 0 where the model has nothing to recompute.
         worst_routing: of experts over `ep`; None without.
     """
 
@@ -172,7 +173,8 @@ class Explanation:
         return self.peak_bytes < self.machine_memory_bytes
 
     def as_dict(self, moments: int = 400) -> dict[str, Any]:
-        """Values that `json` can write. moments: the largest number of moments per rank; the highest ones are included."""
+        """Values that `json` can write. moments: the largest number of moments per rank; the highest ones are
+        included."""
         values = asdict(self)
         values["peak_bytes"], values["fits"] = self.peak_bytes, self.fits
         for rank, report in zip(values["ranks"], self.ranks, strict=True):
@@ -188,7 +190,8 @@ def _moment_values(moment: Moment) -> list[Any]:
 
 
 def _thinned(moments: Sequence[Moment], most: int) -> list[Moment]:
-    """The moment with the highest peak of each of `most` runs of neighbors; all moments if there are no more than that."""
+    """The moment with the highest peak of each of `most` runs of neighbors; all moments if there are no more than
+    that."""
     if len(moments) <= most:
         return list(moments)
     step = len(moments) / most

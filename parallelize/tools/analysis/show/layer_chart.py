@@ -1,6 +1,8 @@
-"""Pictures of one layer over `tp`: what each rank has of the inputs, the weights and the outputs of its modules, and what is sent.
+"""Pictures of one layer over `tp`: what each rank has of the inputs, the weights and the outputs of its modules, and
+what is sent.
 
-Each color is a rank. An activation is tokens (down) by features (across); a weight is drawn as it is stored, dim 0 down.
+Each color is a rank. An activation is tokens (down) by features (across); a weight is drawn as it is stored, dim 0
+down.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class TimedMoment(NamedTuple):
 
 
 def timed_moments(explanation: Explanation, rank: RankReport) -> list[TimedMoment]:
-    """The moments of a rank with the times of the estimated pipeline; at 0, 1, 2, ... where it does not have their actions."""
+    """The moments of a rank with the times of the estimated pipeline; at 0, 1, 2, ... where it does not have their
+    actions."""
     moments = rank.memory.moments
     spans = {str(action): (start, stop) for action, start, stop in explanation.time.timeline.spans[rank.pp_rank]}
     if any(moment.action not in spans for moment in moments):

@@ -201,7 +201,8 @@ def _memory_of_both(a: Explanation, b: Explanation) -> Iterable[str]:
     ranks = [(letter, e, rank) for letter, e in (("a", a), ("b", b)) for rank in e.ranks]
     yield _figure(
         key() + draw_parts([(f"{letter}, {rank_name(e, rank)}", e, rank) for letter, e, rank in ranks]),
-        f"The parts of each rank's peak: {amount(a.peak_bytes)} and {amount(b.peak_bytes)}, {times(a.peak_bytes, b.peak_bytes)}.",
+        f"The parts of each rank's peak: {amount(a.peak_bytes)} and {amount(b.peak_bytes)}, "
+        f"{times(a.peak_bytes, b.peak_bytes)}.",
     )
     top = scale_of(a, b)
     for letter, e in (("a", a), ("b", b)):
@@ -238,7 +239,8 @@ def _document(title: str, body: Sequence[str]) -> str:
     screen = '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
     head = f'<meta charset="utf-8"/>{screen}<title>{escape(title)}</title>'
     foot = _paragraph(
-        "Bytes and counts are computed from the code that runs. Times, tokens/s and MFU are estimates, not measurements."
+        "Bytes and counts are computed from the code that runs. Times, tokens/s and MFU are estimates, not "
+        "measurements."
     )
     text = "\n".join([*(part for part in body if part), f"<footer>{foot}</footer>"])
     return (

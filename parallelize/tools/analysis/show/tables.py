@@ -47,7 +47,8 @@ PART_NAMES = ("parameters", "optimizer state", "gradients", "communication buffe
 
 
 def parts_of(memory: RankMemory) -> Parts:
-    """The parts of a rank's peak. Gradients are a separate part where they are allocated before the step (by a reducer)."""
+    """The parts of a rank's peak. Gradients are a separate part where they are allocated before the step (by a
+    reducer)."""
     constant = memory.parameters + memory.optimizer + memory.buffers
     top = max((moment.peak for moment in memory.moments), default=0)
     gradients = memory.gradients if memory.peak == constant + memory.gradients + top else 0
@@ -70,7 +71,10 @@ def ranks_note(explanation: Explanation) -> str:
     if size == 1:
         return "figures are of rank 0; the others are equal to it, or store and send less"
     ranks = ", ".join(str(rank.pp_rank) for rank in explanation.ranks)
-    return f"figures are of pp ranks {ranks} of {size} (the first, a middle and the last), of the first rank of each tp and data group"
+    return (
+        f"figures are of pp ranks {ranks} of {size} (the first, a middle and the last), of the first rank of each tp "
+        "and data group"
+    )
 
 
 def headlines(explanation: Explanation) -> list[tuple[str, str, float]]:
@@ -167,10 +171,13 @@ def worst_routing_note(explanation: Explanation) -> str:
     limit = explanation.machine_memory_bytes
     verdict = "which fits" if worst.peak_bytes < limit else f"which does NOT fit in {amount(limit)}"
     return (
-        f"all figures assume that routers divide tokens evenly; a rank that gets all tokens of its ep group, in every layer, has "
-        f"{count(worst.rows)} tokens in a layer (evenly {count(worst.even_rows)}), computes {count(worst.choices)} choices of experts "
+        "all figures assume that routers divide tokens evenly; a rank that gets all tokens of its ep group, in every "
+        "layer, has "
+        f"{count(worst.rows)} tokens in a layer (evenly {count(worst.even_rows)}), computes {count(worst.choices)} "
+        "choices of experts "
         f"(evenly {count(worst.even_choices)}), receives {amount(worst.received_bytes)} over ep in a step (evenly "
-        f"{amount(worst.even_received_bytes)}), and its peak is {amount(worst.peak_bytes)} (evenly {amount(worst.even_peak_bytes)}), "
+        f"{amount(worst.even_received_bytes)}), and its peak is {amount(worst.peak_bytes)} (evenly "
+        f"{amount(worst.even_peak_bytes)}), "
         f"{verdict}"
     )
 

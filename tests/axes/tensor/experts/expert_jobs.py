@@ -37,7 +37,8 @@ def break_router(model: nn.Module, change: str) -> None:
 
 
 def faulty_step(rank: int, axis: str, change: str, model: nn.Module | None = None, **options: Any) -> str:
-    """The loss of a step as text, or its error. The last rank's router in the second layer is changed; or its batch is empty."""
+    """The loss of a step as text, or its error. The last rank's router in the second layer is changed; or its batch is
+    empty."""
     axes = (AXES | FOUR)[axis]
     ranks, samples = prod(axes.values()), axes.get("dp", 1)
     local = copy.deepcopy(model) if model is not None else tiny_model("mixtral", torch.float64)

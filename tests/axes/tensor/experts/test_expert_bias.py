@@ -28,7 +28,8 @@ def batches():
 
 
 def by_hand(model):
-    """The biases after some steps of the unsharded model: counts of one layer after the other, from its routers' choices."""
+    """The biases after some steps of the unsharded model: counts of one layer after the other, from its routers'
+    choices."""
     model = copy.deepcopy(model).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     biases, chosen = biases_of(model), {}

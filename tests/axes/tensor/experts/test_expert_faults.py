@@ -1,4 +1,5 @@
-"""Faults of one rank in a mixture whose experts are over `ep`: right, or an error on every rank with the name of the layer."""
+"""Faults of one rank in a mixture whose experts are over `ep`: right, or an error on every rank with the name of the
+layer."""
 
 from __future__ import annotations
 

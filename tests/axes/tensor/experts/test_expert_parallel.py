@@ -1,4 +1,5 @@
-"""Whole experts over `ep` within `tp`: the shipped plans equal the unsharded model. `tests/training` has those folded over data axes."""
+"""Whole experts over `ep` within `tp`: the shipped plans equal the unsharded model. `tests/training` has those folded
+over data axes."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_families(family, tp, ep, mode):
 @pytest.mark.variants(every=4)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_float32_is_as_close_to_float64_as_the_stock_model_is(family):
-    """To 5e-6, except for families whose stock float32 is further away (Jamba, Gemma 4, Qwen 3.5): to twice its distance."""
+    """To 5e-6, except for families whose stock float32 is further away (Jamba, Gemma 4, Qwen 3.5): to twice its
+    distance."""
     model, wide, (ids, labels) = tiny_model(family), tiny_model(family, torch.float64), tiny_batch()
     wide.load_state_dict(model.state_dict())
     if family == "phimoe":  # in training its router draws
@@ -243,7 +245,8 @@ def test_balanced_routing_gives_each_expert_as_many_tokens():
 
 @pytest.mark.parametrize("options", [{"ep": 2}, {"ep": 2, "sequence_parallel": True}, {}], ids=str)
 def test_the_load_of_experts_over_ranks(options):
-    """The ratios are those of the unsharded model, whose ranks would have three experts each. Shards of nine tokens are padded."""
+    """The ratios are those of the unsharded model, whose ranks would have three experts each. Shards of nine tokens are
+    padded."""
     model = tiny_model("mixtral", torch.float64)
     ids, _ = tiny_batch(batch=3, length=9)
     with routing_load(model) as alone:
@@ -320,7 +323,8 @@ def test_a_recomputed_unit_routes_once(monkeypatch):
 
 @pytest.mark.parametrize("ep", [2, 4])
 def test_generation_with_whole_experts(ep):
-    """Within tp all ranks have the same sequences. Over data ranks one might end before others, which would wait: refused."""
+    """Within tp all ranks have the same sequences. Over data ranks one might end before others, which would wait:
+    refused."""
     model = tiny_model("mixtral").eval()
     ids, _ = tiny_batch()
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)

@@ -1,4 +1,5 @@
-"""Experts of a mixture over `tp`: shipped plans of every family equal the unsharded model, and what cannot be right is refused."""
+"""Experts of a mixture over `tp`: shipped plans of every family equal the unsharded model, and what cannot be right is
+refused."""
 
 from __future__ import annotations
 
@@ -100,8 +101,8 @@ def gradients(model, ids, labels, tp=2, **options):
 @pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize("favored", [False, True])
 def test_experts_that_no_token_chose_get_zeros(favored, ep):
-    """Two experts get every token where `favored`, else a batch of one token chooses two of six. With `ep` one rank gets none,
-    or one rank sends none."""
+    """Two experts get every token where `favored`, else a batch of one token chooses two of six. With `ep` one rank
+    gets none, or one rank sends none."""
     model = tiny_model("deepseek_v3", torch.float64)
     ids, labels = tiny_batch() if favored else (torch.tensor([[5]]), torch.tensor([[7]]))
     if favored:

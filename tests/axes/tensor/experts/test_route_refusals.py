@@ -1,4 +1,5 @@
-"""Routes that do not fit, and models whose routers cannot replay them: refused on every rank, before anything is changed."""
+"""Routes that do not fit, and models whose routers cannot replay them: refused on every rank, before anything is
+changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Routes recorded in one forward are chosen in another, on any mesh: as by the unsharded model whose routers choose them."""
+"""Routes recorded in one forward are chosen in another, on any mesh: as by the unsharded model whose routers choose
+them."""
 
 from __future__ import annotations
 
@@ -241,7 +242,8 @@ def united(results):
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "dbrx", "phimoe"])
 @pytest.mark.parametrize(("sizes", "options"), MESHES)
 def test_a_step_equals_the_unsharded_model_with_the_same_routes(sizes, options, family):
-    """Some tokens have no record. What the routers of all ranks chose, put together, is what those of the unsharded model did."""
+    """Some tokens have no record. What the routers of all ranks chose, put together, is what those of the unsharded
+    model did."""
     depth = {"num_hidden_layers": 4, **({"n_layers": 4} if family == "dbrx" else {})}
     model = tiny_model(family, torch.float64, **depth).train(family != "phimoe")
     layers = recorded(model).shape[1]

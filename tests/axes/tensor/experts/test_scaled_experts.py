@@ -1,4 +1,5 @@
-"""Whole experts of Llama 4, which its block calls with every token for each expert: only the rows of chosen experts are sent."""
+"""Whole experts of Llama 4, which its block calls with every token for each expert: only the rows of chosen experts are
+sent."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_an_activation_that_is_not_zero_at_zero_is_refused():
 @pytest.mark.parametrize("options", [{"ep": 2}, {"ep": 2, "sequence_parallel": True}, {"etp": 2}], ids=str)
 @pytest.mark.parametrize("length", [1, 3])
 def test_a_rank_without_rows(length, options):
-    """Of one token, or of equal ones, which all choose one expert: the other rank receives nothing, and its gradients are zeros."""
+    """Of one token, or of equal ones, which all choose one expert: the other rank receives nothing, and its gradients
+    are zeros."""
     model, ids = tiny_model("llama4_text", torch.float64), torch.full((1, length), 5)
     expected, results = gradients(model, ids, ids + 2, **options)
     for actual in results:

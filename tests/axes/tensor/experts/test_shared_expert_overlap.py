@@ -1,4 +1,5 @@
-"""Shared experts are computed while results of the others return: equal to the unsharded model, and only where that is right."""
+"""Shared experts are computed while results of the others return: equal to the unsharded model, and only where that is
+right."""
 
 from __future__ import annotations
 

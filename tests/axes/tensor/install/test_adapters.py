@@ -1,4 +1,5 @@
-"""Models with adapters of PEFT, planned as threads in one process, equal the unsharded ones in every value and gradient."""
+"""Models with adapters of PEFT, planned as threads in one process, equal the unsharded ones in every value and
+gradient."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def relative_errors(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tens
 
 @pytest.mark.sweep
 def test_float32_is_as_near_to_float64_as_the_unsharded_model():
-    """Gradients of adapters are small differences: the unsharded model's own are off by up to 1e-5. 8 ranks share 4 heads."""
+    """Gradients of adapters are small differences: the unsharded model's own are off by up to 1e-5. 8 ranks share 4
+    heads."""
     model, exact = (adapted_model("llama", "lora", dtype) for dtype in (torch.float32, torch.float64))
     exact.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
     unsharded, expected = reference_run(model, DATA), reference_run(exact, DATA)
@@ -95,7 +97,7 @@ def test_float32_is_as_near_to_float64_as_the_unsharded_model():
         assert ours[-1] <= 4 * theirs[-1], key  # one tensor, which is rounded in another order
 
 
-# -- what PEFT offers besides training ----------------------------------------------------------------------------------
+# -- what PEFT offers besides training ---------------------------------------------------------------------------------
 
 
 def logits(model) -> torch.Tensor:
@@ -176,7 +178,7 @@ def test_merging_and_disabling(kind, use):
         assert worst({"logits": actual}, {"logits": expected})[0] < 1e-12
 
 
-# -- what no plan serves --------------------------------------------------------------------------------------------------
+# -- what no plan serves -----------------------------------------------------------------------------------------------
 
 
 def refused(model, **options) -> str:

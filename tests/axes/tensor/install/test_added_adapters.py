@@ -1,4 +1,5 @@
-"""Adapters that PEFT adds to a planned model: trained as on one process, in optimizers that were built before they were sharded."""
+"""Adapters that PEFT adds to a planned model: trained as on one process, in optimizers that were built before they were
+sharded."""
 
 from __future__ import annotations
 

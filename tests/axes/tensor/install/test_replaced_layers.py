@@ -1,4 +1,5 @@
-"""Layers that are swapped after the plan, new heads, and resized embeddings: sharded by the rule of their name, right in every gradient."""
+"""Layers that are swapped after the plan, new heads, and resized embeddings: sharded by the rule of their name, right
+in every gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What real processes run to compare `parallelize_module` with PyTorch's: functions of (rank, ...) that return plain data."""
+"""What real processes run to compare `parallelize_module` with PyTorch's: functions of (rank, ...) that return plain
+data."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def transformer(tied: bool = True) -> nn.Module:
 
 
 def apply_in_calls(model: Any, mesh: Any, styles: Any, sequence: bool, order: str, **options: Any) -> None:
-    """One call for what is outside of layers, one for each layer, one for the head, whose tie is made again at the end."""
+    """One call for what is outside of layers, one for each layer, one for the head, whose tie is made again at the
+    end."""
     tied = model.output.weight is model.tok_embeddings.weight
     plan = tutorial.sequence_parallel(styles, False) if sequence else tutorial.tensor_parallel(styles)
     head = plan.pop("output")
@@ -54,7 +56,8 @@ def apply_in_calls(model: Any, mesh: Any, styles: Any, sequence: bool, order: st
 
 
 def several_calls(rank: int, whose: str, sequence: bool, order: str) -> dict[str, Any]:
-    """A tied model planned in several calls: errors of the loss, all gradients and the weights after a step; collectives."""
+    """A tied model planned in several calls: errors of the loss, all gradients and the weights after a step;
+    collectives."""
     styles = stock if whose == "stock" else parallelize
     model = transformer()
     reference = copy.deepcopy(model)
@@ -104,7 +107,8 @@ class Stack(nn.Sequential):
 
 
 def feature_shards_and_data_axes(rank: int, whose: str, recomputes: bool) -> list[float]:
-    """Errors of the loss, all gradients, their norm and the weights after two steps, on 2 x 2 ranks under `fully_shard`.
+    """Errors of the loss, all gradients, their norm and the weights after two steps, on 2 x 2 ranks under
+    `fully_shard`.
 
     The last linear's output is a shard of features, which the norm gathers.
     """
@@ -173,7 +177,8 @@ def single(name: str, styles: Any) -> tuple[nn.Module, Any, torch.Tensor]:
 
 
 def collectives_of_one(rank: int, whose: str, name: str) -> tuple[dict[str, int], dict[str, int], int]:
-    """Collectives in forward, and in backward, by the names that `CommDebugMode` has for functional ones; the output's rows."""
+    """Collectives in forward, and in backward, by the names that `CommDebugMode` has for functional ones; the output's
+    rows."""
     styles = stock if whose == "stock" else parallelize
     torch.manual_seed(0)
     module, style, x = single(name, styles)

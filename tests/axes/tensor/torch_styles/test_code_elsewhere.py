@@ -1,4 +1,5 @@
-"""Dicts over models whose forwards call functions outside of their classes: every form is exact, and most get plain tensors."""
+"""Dicts over models whose forwards call functions outside of their classes: every form is exact, and most get plain
+tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`parallelize_module` in the place of PyTorch's: what its users and its tests do with it, compared with PyTorch's own."""
+"""`parallelize_module` in the place of PyTorch's: what its users and its tests do with it, compared with PyTorch's
+own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Styles whose `Shard(1)` or `Shard(-1)` is a shard of the features: a row linear with a bias, and a norm, of [tokens, features]."""
+"""Styles whose `Shard(1)` or `Shard(-1)` is a shard of the features: a row linear with a bias, and a norm, of [tokens,
+features]."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def stock_model(width: int, norm: str) -> Any:
 def check(
     styles: dict[str, Any], width: int, norm: str, shape: tuple[int, ...], placement: Any, ranks: int = 2
 ) -> None:
-    """The output, the input's gradient and every parameter's gradient of two backward passes equal the unsharded model's."""
+    """The output, the input's gradient and every parameter's gradient of two backward passes equal the unsharded
+    model's."""
     stock = stock_model(width, norm)
     copies = [copy.deepcopy(stock) for _ in range(ranks)]
     values = torch.randn(*shape, 6).double()

@@ -1,4 +1,5 @@
-"""Operations for `OddModel`: over all tokens or one by one, over all features or those of a head, on parts of packed features."""
+"""Operations for `OddModel`: over all tokens or one by one, over all features or those of a head, on parts of packed
+features."""
 
 from __future__ import annotations
 

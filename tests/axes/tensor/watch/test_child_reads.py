@@ -1,4 +1,5 @@
-"""Forwards that read parameters of their children: full ones are right, shards are refused, code that no forward reaches is not."""
+"""Forwards that read parameters of their children: full ones are right, shards are refused, code that no forward
+reaches is not."""
 
 from __future__ import annotations
 
@@ -197,7 +198,8 @@ def plan(allow: str = "", scale: str = SHARDED):
 
 
 def outcome(cls: type[nn.Module], allow: str = "", scale: str = SHARDED) -> tuple[str, str]:
-    """(slug, message) of the refusal of the plan, or of the forward after it; empty where output and gradients are right."""
+    """(slug, message) of the refusal of the plan, or of the forward after it; empty where output and gradients are
+    right."""
     torch.manual_seed(0)
     initial = cls().double()
     with torch.no_grad():

@@ -39,7 +39,8 @@ def lively_model(family: str, dtype: torch.dtype = torch.float64, **overrides: A
 def prompts(family: str = "") -> tuple[torch.Tensor, torch.Tensor]:
     """Three prompts of odd length, two of them padded on the left.
 
-    Gemma 2 takes its softmax in float32, where the mask of float64 becomes -inf, and padded rows NaN: it gets no padding.
+    Gemma 2 takes its softmax in float32, where the mask of float64 becomes -inf, and padded rows NaN: it gets no
+    padding.
     """
     ids = torch.randint(3, 67, (3, 7), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
@@ -85,7 +86,8 @@ def tokens_differ(rank: int, family: str, tp: int, options: dict[str, Any]) -> l
 
 
 def compiled_tokens_differ(rank: int, options: dict[str, Any]) -> bool:
-    """Whether tokens of `transformers`' compiled loop, which it runs on a GPU for static caches, differ from the unsharded model's."""
+    """Whether tokens of `transformers`' compiled loop, which it runs on a GPU for static caches, differ from the
+    unsharded model's."""
     from torch._dynamo.utils import counters
     from transformers import CompileConfig
 
@@ -102,7 +104,8 @@ def compiled_tokens_differ(rank: int, options: dict[str, Any]) -> bool:
 
 
 def generators_after(rank: int) -> tuple[bool, bool]:
-    """(whether a rank seeded alike is where the unsharded run would be; whether one seeded otherwise is where it was)."""
+    """(whether a rank seeded alike is where the unsharded run would be; whether one seeded otherwise is where it
+    was)."""
     model = lively_model("llama")
     planned = parallelize_module(copy.deepcopy(model), build_mesh("cpu", tp=2))
     seeded(7, model, "llama")

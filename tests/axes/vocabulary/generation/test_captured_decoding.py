@@ -1,4 +1,5 @@
-"""Decoding with a cache of fixed size, whose forward a CUDA graph may repeat. Here a graph is a forward that is run again.
+"""Decoding with a cache of fixed size, whose forward a CUDA graph may repeat. Here a graph is a forward that is run
+again.
 
 On a GPU: test_captured_decoding_cuda.py.
 """

@@ -1,4 +1,5 @@
-"""Decoding from CUDA graphs gives the tokens of forwards that are not captured, and is refused where it cannot be captured."""
+"""Decoding from CUDA graphs gives the tokens of forwards that are not captured, and is refused where it cannot be
+captured."""
 
 from __future__ import annotations
 

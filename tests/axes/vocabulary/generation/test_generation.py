@@ -1,4 +1,5 @@
-"""Generation on planned models gives the unsharded model's tokens: `transformers`' own loop, and ours on sharded logits."""
+"""Generation on planned models gives the unsharded model's tokens: `transformers`' own loop, and ours on sharded
+logits."""
 
 from __future__ import annotations
 

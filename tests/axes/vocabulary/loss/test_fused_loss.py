@@ -33,7 +33,8 @@ from tests.support.threads import run_ranks
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "bert"])
 def test_planned_models_equal_the_unsharded(family, tp):
-    """Logits, loss, gradients of inputs and weights, accumulation, SGD; sharded and whole logits, once they are made."""
+    """Logits, loss, gradients of inputs and weights, accumulation, SGD; sharded and whole logits, once they are
+    made."""
     if (tp, family) in ((1, "gpt2"), (4, "bert")):
         pytest.skip("time: the others cover it")
     model = tiny_model(family, torch.float64)

@@ -66,7 +66,8 @@ def test_whole_meshes_step_as_without_it(four_processes, mesh, options):
 @pytest.mark.variants(every=2)
 @pytest.mark.parametrize("look", ["evaluate", "forward", "no backward", "generate"])
 def test_zero_3_forgets_weights_of_before_a_step(two_processes, look):
-    """A head that defers its logits stays gathered where no backward lets it go; the step's weights are gathered all the same."""
+    """A head that defers its logits stays gathered where no backward lets it go; the step's weights are gathered all
+    the same."""
     expected = two_processes.run(jobs.steps_with_looks, {"dp": 2}, {"zero": 1}, "")[0]
     for result in two_processes.run(jobs.steps_with_looks, {"dp": 2}, {"zero": 3}, look):
         assert result == pytest.approx(expected, rel=2e-6)

@@ -1,4 +1,5 @@
-"""Sampling on sharded logits: the tokens of one rank for any tp, the sets of `transformers`, traffic that knows no V."""
+"""Sampling on sharded logits: the tokens of one rank for any tp, the sets of `transformers`, traffic that knows no
+V."""
 
 from __future__ import annotations
 

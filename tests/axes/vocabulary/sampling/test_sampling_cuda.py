@@ -1,4 +1,5 @@
-"""The same tokens on CUDA as on the CPU, for every filter; and `transformers`' generation draws from CUDA's generator."""
+"""The same tokens on CUDA as on the CPU, for every filter; and `transformers`' generation draws from CUDA's
+generator."""
 
 from __future__ import annotations
 

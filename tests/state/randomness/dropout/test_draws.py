@@ -1,4 +1,5 @@
-"""What a forward draws is that of one process on every mesh: noise, masks, timesteps, skipped layers; losses and all gradients."""
+"""What a forward draws is that of one process on every mesh: noise, masks, timesteps, skipped layers; losses and all
+gradients."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class Masked(Net):
 
 
 class Diffusion(Net):
-    """A DiT with noise inside: timesteps of rows, noise by `torch.distributions`, and rows whose condition is dropped."""
+    """A DiT with noise inside: timesteps of rows, noise by `torch.distributions`, and rows whose condition is
+    dropped."""
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         time = torch.randint(1, 1000, (len(x), 1, 1)) / 1000
@@ -220,7 +222,7 @@ def test_all_ranks_skip_the_layers_that_one_process_skips(sizes, options, rate):
     check(model, sizes, **options)
 
 
-# -- without parallelize_model --------------------------------------------------------------------------------------------
+# -- without parallelize_model -----------------------------------------------------------------------------------------
 
 
 def test_ranks_of_a_plan_alone_draw_the_same():
@@ -268,7 +270,7 @@ def test_what_python_and_numpy_draw_is_that_of_the_step():
     assert len({float(x[0]) for x in results[0]}) == 3
 
 
-# -- recompute ------------------------------------------------------------------------------------------------------------
+# -- recompute ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["blocks", "checkpoint", "reentrant"])
@@ -333,7 +335,7 @@ def test_what_cannot_be_placed_is_refused_on_every_rank():
     run_ranks(2, body)
 
 
-# -- the numbers ----------------------------------------------------------------------------------------------------------
+# -- the numbers -------------------------------------------------------------------------------------------------------
 
 KINDS: dict[str, tuple[Any, float, float]] = {
     "rand": (lambda n: torch.rand(n), 0.5, 12**-0.5),

@@ -1,4 +1,5 @@
-"""Dropout draws one global mask: the same loss and gradients on 1 and N ranks, in microbatches, on data ranks, recomputed."""
+"""Dropout draws one global mask: the same loss and gradients on 1 and N ranks, in microbatches, on data ranks,
+recomputed."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ def test_dropout_is_there():
     assert worst({"": expected[0][0]}, {"": two_steps(other, False)[0][0]})[0] > 1e-5
 
 
-# -- the batch cut in other ways ------------------------------------------------------------------------------------------
+# -- the batch cut in other ways ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
@@ -169,7 +170,7 @@ def test_the_clock_is_saved_and_forwards_without_dropout_do_not_count():
     assert torch.equal(again(input_ids=BATCH[0]).logits, second) and not torch.equal(first, second)
 
 
-# -- recompute ------------------------------------------------------------------------------------------------------------
+# -- recompute ---------------------------------------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -332,7 +333,7 @@ def test_a_rate_of_zero_costs_nothing_and_may_rise_later():
         type(sites.mode).__torch_function__ = real
 
 
-# -- a model of one's own -------------------------------------------------------------------------------------------------
+# -- a model of one's own ----------------------------------------------------------------------------------------------
 
 OWN = """
 schema_version: 1
@@ -404,7 +405,7 @@ def test_dropout_on_a_chunk_of_a_packed_projection():
         assert worst({"": actual}, {"": expected})[0] <= 1e-12
 
 
-# -- the op itself --------------------------------------------------------------------------------------------------------
+# -- the op itself -----------------------------------------------------------------------------------------------------
 
 
 def test_masked_values_rate_and_gradient():
@@ -479,7 +480,7 @@ def test_a_copy_of_the_model_has_a_clock_of_its_own():
     assert dropout_clock(other) is not dropout_clock(model)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 class Calls(nn.Module):
@@ -577,7 +578,7 @@ def test_dropout_modules_keep_their_eval_and_zero_rate():
     assert torch.equal(model.eval()(x), x)
 
 
-# -- dropout that is not installed ----------------------------------------------------------------------------------------
+# -- dropout that is not installed -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -662,7 +663,8 @@ def test_dicts_whose_layouts_nothing_knows_are_refused():
 
 
 class BesideAttentionOfTorch(nn.Module):
-    """Its own code drops, so that it is seen that torch's attention, at a rate of zero, gets all of its arguments by position."""
+    """Its own code drops, so that it is seen that torch's attention, at a rate of zero, gets all of its arguments by
+    position."""
 
     def __init__(self) -> None:
         super().__init__()

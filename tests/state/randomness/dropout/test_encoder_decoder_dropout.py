@@ -1,4 +1,5 @@
-"""Dropout of an encoder and a decoder, whose sequence-parallel regions have shards of different lengths, also where layers are recomputed."""
+"""Dropout of an encoder and a decoder, whose sequence-parallel regions have shards of different lengths, also where
+layers are recomputed."""
 
 from __future__ import annotations
 

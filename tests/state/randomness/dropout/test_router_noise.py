@@ -1,4 +1,5 @@
-"""Routers that draw noise in training choose the same experts on any mesh: losses and gradients of two steps equal one process's."""
+"""Routers that draw noise in training choose the same experts on any mesh: losses and gradients of two steps equal one
+process's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Initialization: bit-equal full weights for every mesh, and, on request, those that stock PyTorch draws in one process."""
+"""Initialization: bit-equal full weights for every mesh, and, on request, those that stock PyTorch draws in one
+process."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ SEED = 5
 
 @pytest.fixture(autouse=True)
 def _constructors_of_pytorch():
-    """`from_pretrained` of transformers replaces `torch.linspace` for a while: PyTorch must not remember that as its own."""
+    """`from_pretrained` of transformers replaces `torch.linspace` for a while: PyTorch must not remember that as its
+    own."""
     torch.utils._device._device_constructors.cache_clear()
 
 
@@ -80,7 +82,7 @@ def check_planned(make: Any, unsharded: nn.Module, tp: int, **options: Any) -> N
         assert not differing(state, unsharded)
 
 
-# -- the toolkit's own generator ------------------------------------------------------------------------------------------
+# -- the toolkit's own generator ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.variants(every=10)
@@ -345,7 +347,7 @@ def test_seeds_and_names_give_other_numbers():
     assert torch.equal(initialize(copy.deepcopy(b), 1)[0].weight, a[0].weight)
 
 
-# -- what stock PyTorch draws ---------------------------------------------------------------------------------------------
+# -- what stock PyTorch draws ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -455,7 +457,7 @@ def test_the_global_generator_is_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# -- memory ---------------------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 MEMORY = """
 import json, sys
@@ -486,7 +488,8 @@ print(json.dumps({"count": count, "before": before, "peak": peak(), "stored": st
 
 def measured(layers: int, rank: int, world: int, how: str) -> dict[str, int]:
     arguments = [sys.executable, "-c", MEMORY, str(layers), str(rank), str(world), how]
-    # every tensor in pages of its own, which go when it goes: the peak is then what is alive, not what the allocator keeps
+    # every tensor in pages of its own, which go when it goes: the peak is then what is alive, not what the allocator
+    # keeps
     steady = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, env=steady)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -497,8 +500,8 @@ def measured(layers: int, rank: int, world: int, how: str) -> dict[str, int]:
 @pytest.mark.processes
 @pytest.mark.parametrize(("how", "rank"), [("own", 1), ("stock", 3)])
 def test_a_rank_stores_its_shard_and_one_tensor(how, rank):
-    """The rise of a fresh process's peak at two sizes: its slope against parameters is at most 1.05 / world; what is left
-    over at either size is less than one full tensor (with a margin for the allocator)."""
+    """The rise of a fresh process's peak at two sizes: its slope against parameters is at most 1.05 / world; what is
+    left over at either size is less than one full tensor (with a margin for the allocator)."""
     world, item = 4, 4
     small, large = measured(4, rank, world, how), measured(16, rank, world, how)
     slope = (large["peak"] - large["before"] - small["peak"] + small["before"]) / (large["count"] - small["count"])

@@ -161,8 +161,8 @@ def choose_first_experts(module: Any) -> None:
 
 
 def messages_to_one_rank(rank: int, *configuration: Any) -> Any:
-    """(pp rank, rank of `ep`, counts of messages, [rows, choices], bytes from other ranks) of a step whose tokens choose the experts of
-    the first rank. configuration: as `trained` takes it."""
+    """(pp rank, rank of `ep`, counts of messages, [rows, choices], bytes from other ranks) of a step whose tokens
+    choose the experts of the first rank. configuration: as `trained` takes it."""
     job = trained(*configuration)
     module, routes, received = job.parallel.module, [], []
     choose_first_experts(module)

@@ -153,7 +153,8 @@ def test_experts_that_get_all_tokens_or_as_many_as_others(two_processes, to_one_
     ids=str,
 )
 def test_experts_under_zero_3(four_processes, axes, options):
-    """Under recompute memory is highest in a backward, with full gradients of a unit, and those of the one before on their way."""
+    """Under recompute memory is highest in a backward, with full gradients of a unit, and those of the one before on
+    their way."""
     model = {"num_local_experts": 8, "num_hidden_layers": 3}
     check(four_processes, "mixtral", axes, {**options, "zero": 3}, batch=4, model=model, within=0.02)
 

@@ -1,4 +1,5 @@
-"""The messages that `explain` predicts are those that real processes send: operation, axis, bytes and count, on every rank."""
+"""The messages that `explain` predicts are those that real processes send: operation, axis, bytes and count, on every
+rank."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from tests.tools.analysis.numbered_models import Numbered
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bert", "gemma2"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_the_peak_of_a_pipeline_does_not_grow_with_its_microbatches(family, schedule):
-    """What is in flight under 1F1B and ZB-V is bounded by the stages; each microbatch leaves its loss and little else."""
+    """What is in flight under 1F1B and ZB-V is bounded by the stages; each microbatch leaves its loss and little
+    else."""
     source = ModelSource(family, lambda _: tiny_model(family, num_hidden_layers=4))
     subject, peaks = Subject(source), []
     for count in (16, 64):

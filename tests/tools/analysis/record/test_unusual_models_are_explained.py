@@ -30,7 +30,8 @@ def test_models_without_a_head_of_logits_are_right(head):
 
 
 class Odd(nn.Module):
-    """Attention whose values are wider than its queries, with a learned bias; and a forward whose self has another name."""
+    """Attention whose values are wider than its queries, with a learned bias; and a forward whose self has another
+    name."""
 
     def __init__(self):
         super().__init__()

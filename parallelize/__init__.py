@@ -197,6 +197,10 @@ _find_moved()
 _provide(
     derived_plans="parallelize.tools.derivation.auto",
     trace="parallelize.tools.analysis.automatic_trace",
+    tensor_guards="parallelize.axes.tensor.torch_styles.tensor_guards",
+    data_guards="parallelize.axes.zero.data_guards",
+    adapter_guards="parallelize.adapters.adapter_guards",
+    loop_guards="parallelize.training.loop_guards",
 )
 _HOME = _public_names()
 __all__ = sorted([*_HOME, "__version__"])

@@ -379,3 +379,14 @@ def unserved_over_stages(model: ModelFacts) -> Iterator[Problem]:
         else:
             continue
         yield Problem("unplanned-adapter", what, fix="a mesh without pp; or LoRA, which every mesh serves")
+
+
+def adapted_layers_of(module: Any) -> list[Any]:
+    """PEFT's modules that call a layer and its adapters, of all stages."""
+    return [inner for inner in module.modules() if BASE in inner._modules]
+
+
+def active_adapters(layers: Sequence[Any]) -> str:
+    """Which adapters layers add: these decide which activations have gradients, and are the same on all stages."""
+    names = {(*layer.active_adapters, layer.disable_adapters) for layer in layers if hasattr(layer, "disable_adapters")}
+    return str(sorted(map(str, names)))

@@ -1,15 +1,12 @@
 """Calls back when a planned model gets another submodule, parameter or forward hook: its next forward is not the one
 that was watched.
 
-What PEFT merges before that forward is planned when it is merged.
-
 PyTorch has one hook for all registrations of modules, and none for those of hooks and for insertions into lists, whose
 methods are wrapped. All cost a look into a dictionary.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
@@ -24,7 +21,6 @@ from torch.nn.modules.module import (
 
 from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.state.peft_reads import refuse_merging_into_shards
 from parallelize.state.records import applied
 
 _callbacks: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
@@ -45,6 +41,16 @@ def when_changed(root: nn.Module, callback: Callable[[], None]) -> None:
             callbacks.append(callback)
 
 
+_FOLLOWERS = "followers of changes"
+
+
+def follow_changes(function: Callable[[], None]) -> None:
+    """Call a function after each such change of any planned model, until the last one is gone."""
+    followers = patches.lease().notes.setdefault(_FOLLOWERS, [])
+    if function not in followers:
+        followers.append(function)
+
+
 def plan_changes(root: nn.Module) -> None:
     """Plan what a model was given since its plan. Of a model that is cut into stages a collective over the mesh, where
     that are adapters."""
@@ -63,7 +69,7 @@ def take_changes(root: nn.Module) -> None:
     plan_changes(root)
 
 
-def _roots_around(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def roots_around(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The models of which these are modules since their plan."""
     return list({id(root): root for module in modules for root in _roots.get(module, ())}.values())
 
@@ -96,51 +102,8 @@ def _registered(parent: nn.Module, name: str, child: Any) -> None:
     callbacks = _callbacks.get(parent, ()) if child is not None else ()
     for callback in callbacks:
         callback()
-    if callbacks and "peft" in sys.modules:
-        _plan_before_merging()
-
-
-def _plan_before_merging() -> None:
-    """Let PEFT have adapters planned when it merges them before a forward. Again where more modules of Python are
-    known."""
-    notes = patches.lease().notes
-    if notes.get("modules seen") == len(sys.modules):
-        return
-    notes["modules seen"] = len(sys.modules)
-    tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
-    for name in ("merge_adapter", "_unload_and_optionally_merge"):
-        if hasattr(tuner, name):
-            patches.replace(tuner, name, _of_planned_model)
-    for name, layers in list(sys.modules.items()):
-        if name.startswith("peft.tuners.") and hasattr(layers, "check_adapters_to_merge"):
-            patches.replace(layers, "check_adapters_to_merge", _of_planned_layer)
-
-
-def _of_planned_model(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a tuner that merges the adapters of all layers."""
-
-    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for root in _roots_around(self.model.modules()):
-            take_changes(root)
-        return stock(self, *args, **kwargs)
-
-    return merge
-
-
-def _of_planned_layer(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that each layer calls for the adapters to merge: also of layers that are merged by themselves."""
-
-    def check(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        base = layer.get_base_layer()
-        if applied(base).absent:  # another stage merges it
-            return []
-        for root in _roots_around([layer, base]):
-            if applied(root).stage_adapters is None:  # all stages plan together, and some may have no such layer
-                take_changes(root)
-        refuse_merging_into_shards(layer, base)
-        return stock(layer, *args, **kwargs)
-
-    return check
+    for follow in patches.lease().notes.get(_FOLLOWERS, ()) if callbacks else ():
+        follow()
 
 
 def _registered_parameter(parent: nn.Module, name: str, parameter: Any) -> None:

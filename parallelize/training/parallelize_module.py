@@ -17,19 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallelize.adapters.prompts import unserved_prefixes
 from parallelize.axes.context.context_parallel import apply_context, check_context, on_context
-from parallelize.axes.tensor.install.added_adapters import plan_later_adapters
 from parallelize.axes.tensor.install.installer import Installer
 from parallelize.axes.tensor.install.module_checks import problems_of_modules
-from parallelize.axes.tensor.install.peft_prompts import unserved_prefixes
 from parallelize.axes.tensor.install.replaced_layers import serve_resizing
 from parallelize.axes.tensor.overlap_sites import PlannedCallSite, asks_for_symmetric_memory, check_call_sites
-from parallelize.axes.tensor.torch_styles import tensor_guards as _tensor_guards  # noqa: F401 - its rows
 from parallelize.axes.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.axes.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 from parallelize.axes.tensor.torch_styles.shard_misuse import misused_shards
 from parallelize.axes.vocabulary.generation.transformers_generate import install_generation
-from parallelize.axes.zero import data_guards as _data_guards  # noqa: F401 - its rows
 from parallelize.axes.zero.replicas import compare_weights
 from parallelize.axes.zero.router_loss import share_router_loss
 from parallelize.base.errors import MeshError, ModelError, PlanError, Problem
@@ -76,7 +73,6 @@ from parallelize.state.sharding import Sharder, Storage
 from parallelize.state.state_dict import install_state_hooks
 from parallelize.state.transaction import Transaction, gc_paused
 from parallelize.state.written_versions import count_optimizer_writes, follow_data_assignments
-from parallelize.training import loop_guards as _loop_guards  # noqa: F401 - its rows
 from parallelize.watchdog.watching import name_in_watch
 
 PlanLike = Plan | str | os.PathLike | Mapping[str, Any] | Any
@@ -378,7 +374,6 @@ def _serve(module: nn.Module) -> None:
     count_optimizer_writes()
     follow_data_assignments()
     serve_compilers(module)
-    plan_later_adapters(module)
     serve_resizing(module)
     share_router_loss(module)
 

@@ -22,6 +22,7 @@ ROOMS_BY_FLOOR = (
     "state",
     "watchdog",
     "axes",
+    "adapters",
     "checkpoint",
     "training",
     "tools",

@@ -7,9 +7,6 @@ Modules keep their names and layer numbers; an absent module only loses its para
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallelize.axes.pipeline.stage_adapters import StageAdapters, drop_parameters
+from parallelize.axes.pipeline.absent_parameters import drop_parameters
 from parallelize.axes.zero.router_loss import refuse_router_loss, share_router_loss
 from parallelize.base.errors import MeshError, ModelError, Problem
-from parallelize.base.patches import active as patches
 from parallelize.base.patches.active import refuse_other_copy
 from parallelize.comm.groups import Group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.comm.meshes import mesh_spec
-from parallelize.plan.adapters import PREFIX_ENCODER
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
@@ -101,9 +96,8 @@ def cut_to_stages(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -
     for unit in cut.stages.units:
         if cut.stages.stage_of_unit(unit) not in local_stages:
             _empty(module, unit)
-    mark_applied(module, cut=cut, resolved=resolved, stage_adapters=StageAdapters(module))
+    mark_applied(module, cut=cut, resolved=resolved)
     set_up(CUT, Guarded(module, mesh))
-    serve_prompts()
     share_router_loss(module)
     for parameter in module.parameters():
         mark_parameter(parameter, stage=StageMark(group))
@@ -159,55 +153,3 @@ def _empty(module: nn.Module, unit: str) -> None:
 
 def _not_meta(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
-
-
-# -- stage prompts ---------------------------------------------------------------------------------------------------
-# Prefix tuning over pipeline stages: of frozen prefixes PEFT reads the table, which the first stage alone has. There
-# PEFT is made to call the module instead, which returns the rows of its table. Calls of units are intercepted: what
-# this one returns is sent to the later stages. Prompts after the cut would be outside of what stages run, and are
-# refused. PEFT is not imported: what is not imported when a model is cut is as its authors wrote it.
-
-
-def serve_prompts() -> None:
-    """Let PEFT, where it is imported, call the module of frozen prefixes in a model that is cut into stages."""
-    model: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
-    if model is not None:
-        patches.replace(model, "get_prompt", _by_call)
-        patches.replace(model, "_setup_prompt_encoder", _before_the_cut)
-
-
-def _before_the_cut(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftModel._setup_prompt_encoder`. Raises: ModelError `added-parameter` of prompts around a model that is cut:
-    steps would not run them."""
-
-    def setup(peft_model: Any, adapter_name: str) -> Any:
-        if pipeline_cut(peft_model) is None and pipeline_cut(peft_model.base_model) is not None:
-            what = "prompts were added around a model that is cut into stages, whose steps would run without them"
-            fix = "get_peft_model(model, config) first, then parallelize_model(model, mesh)"
-            raise ModelError(Problem("added-parameter", what, fix=fix))
-        return stock(peft_model, adapter_name)
-
-    return setup
-
-
-def _by_call(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
-        with _called(peft_model):
-            return stock(peft_model, *args, **kwargs)
-
-    return get_prompt
-
-
-@contextmanager
-def _called(peft_model: Any) -> Iterator[None]:
-    config, encoder = peft_model.active_peft_config, peft_model.prompt_encoder[peft_model.active_adapter]
-    is_read = config.inference_mode and type(encoder).__name__ == PREFIX_ENCODER
-    if pipeline_cut(peft_model) is None or not is_read:
-        yield
-        return
-    before = encoder.prefix_projection
-    config.inference_mode, encoder.prefix_projection = False, hasattr(encoder, "transform")
-    try:
-        yield
-    finally:
-        config.inference_mode, encoder.prefix_projection = True, before

@@ -24,7 +24,6 @@ from parallelize.axes.pipeline.interleaved_actions import (
 )
 from parallelize.axes.pipeline.replica_check import ReplicaCheck
 from parallelize.axes.pipeline.schedules import Action, Schedule, build_schedule
-from parallelize.axes.pipeline.stage_adapters import active_adapters, adapted_layers_of
 from parallelize.axes.pipeline.stage_forward import SingleStageRunner, StageRunner
 from parallelize.axes.pipeline.step_check import StepCheck
 from parallelize.axes.pipeline.step_runner import Data, StageHeaders, StepRun
@@ -36,6 +35,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.comm.meshes import mesh_spec
+from parallelize.plan.adapters import active_adapters, adapted_layers_of
 from parallelize.state.forward_rows import BatchPart
 from parallelize.state.later_changes import plan_changes
 from parallelize.state.randomness.dropout.position import Clock, Position

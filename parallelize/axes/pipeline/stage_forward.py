@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.axes.pipeline.stage_adapters import AbsentParameters
+from parallelize.axes.pipeline.absent_parameters import AbsentParameters
 from parallelize.axes.pipeline.transport import Nested, StageHeader
 from parallelize.axes.tensor.region import Region
 from parallelize.axes.zero.router_loss import receive_router_sums, router_sums_to_send

@@ -8,16 +8,14 @@ may not be seeded alike.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallelize.axes.zero.buckets import to_local
@@ -36,20 +34,15 @@ from parallelize.axes.zero.reduced_parameters import (
 from parallelize.axes.zero.reducer import ReducedParameter, Reducer
 from parallelize.axes.zero.replicas import data_group
 from parallelize.base.errors import ModelError, Problem
-from parallelize.base.patches import active as patches
 from parallelize.comm.groups import Group, axis_group, in_groups
 from parallelize.comm.handshake import compare_facts
 from parallelize.plan.adapters import is_adapter_parameter
 from parallelize.state.guards.unreduced_gradients import guard_gradients
 from parallelize.state.later_changes import plan_changes, when_changed
-from parallelize.state.peft_reads import guard_peft_reads
 from parallelize.state.records import applied, record_of, resolution_so_far
 from parallelize.state.sharding import rows_by_name
 
 _FIRST = "get_peft_model(model, config) first, then parallelize_model(model, mesh, zero=3); or zero=2"
-
-_COPY_WEIGHTS = ("modules_to_save", "trainable_token_indices", "token_indices")
-"""Settings of PEFT by which an adapter begins with weights of the model."""
 
 
 class AddedParameters:
@@ -221,29 +214,6 @@ class AddedParameters:
         group = data_group(self._mesh)
         if group.size > 1:
             compare_facts(list(group.ranks), {"parameters that train now": ", ".join(names)}, call="the next forward")
-
-
-def add_to_sharded_units() -> None:
-    """Let PEFT, where it is imported, freeze parameters while they are shards: what is gathered forgets it."""
-    tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
-    if tuner is not None:
-        patches.replace(tuner, "inject_adapter", _resharded)
-    guard_peft_reads()
-
-
-def _resharded(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        units: list[Any] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-        config = self.peft_config[adapter_name]
-        copied = [key for key in _COPY_WEIGHTS if getattr(config, key, None)]
-        if units and copied:
-            what = f"{copied[0]} of {type(config).__name__} copies full weights, of which ranks store shards (ZeRO 3)"
-            raise ModelError(Problem("added-parameter", what, fix=_FIRST))
-        for unit in units:
-            unit.reshard()
-        return stock(self, model, adapter_name, *args, **kwargs)
-
-    return inject_adapter
 
 
 def _dropouts(module: nn.Module) -> list[nn.Dropout]:

@@ -28,7 +28,6 @@ from parallelize.state.guards.guard_table import (
 )
 from parallelize.state.guards.other_libraries import refuse_wrappers
 from parallelize.state.guards.unreduced_gradients import NOT_REDUCED, guard_gradients
-from parallelize.state.peft_reads import refuse_later_prompts
 from parallelize.state.records import applied, mark_of
 
 
@@ -83,13 +82,6 @@ add_guards(
         (REDUCED,),
         lambda model: refuse_wrappers(model.module),
         applies=_sums_or_did,
-    ),
-    Guard(
-        ("added-parameter",),
-        "prompts that PEFT puts around a model whose gradients are summed",
-        (REDUCED,),
-        lambda model: refuse_later_prompts(),
-        applies=_sums,
     ),
     Guard(
         ("unsharded-optimizer", "not-elementwise"),

@@ -23,8 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.axes.zero import data_guards as _data_guards  # noqa: F401 - its rows
-from parallelize.axes.zero.added_parameters import AddedParameters, add_to_sharded_units
+from parallelize.axes.zero.added_parameters import AddedParameters
 from parallelize.axes.zero.data_guards import refuse_steps
 from parallelize.axes.zero.data_ranks import DataOptions, DataRanksOf
 from parallelize.axes.zero.fsdp import FsdpEngine, apply_fsdp
@@ -211,7 +210,6 @@ def _take_later_adapters(
     module.register_forward_pre_hook(casts)
     later = AddedParameters(module, mesh, 1, options, None, engine.added, shards, casts, engine)
     module.register_forward_pre_hook(later, prepend=True)  # before parameters are gathered
-    add_to_sharded_units()
     return later
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.base.providers import provider
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.state.guards.early_optimizers import refuse_early_optimizers
@@ -36,8 +37,22 @@ REDUCED = "its gradients will be summed over data ranks"
 SHARDED = "its parameters are sharded over data ranks (ZeRO 3)"
 LEFT_UNREDUCED = "its plan is applied, and its gradients are not summed over data ranks yet"
 STEPPED = "its optimizers may step DTensors, or one stage"
+QUANTIZED = "its weights will be quantized"
 FINISHED = "`parallelize_model` has applied every axis"
-MOMENTS = (GIVEN, RESOLVED, PLANNED, STYLED, CUT, ON_CONTEXT, REDUCED, SHARDED, LEFT_UNREDUCED, STEPPED, FINISHED)
+MOMENTS = (
+    GIVEN,
+    RESOLVED,
+    PLANNED,
+    STYLED,
+    CUT,
+    ON_CONTEXT,
+    REDUCED,
+    SHARDED,
+    LEFT_UNREDUCED,
+    STEPPED,
+    QUANTIZED,
+    FINISHED,
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,8 @@ class Guard:
 
 
 GUARDS: list[Guard] = []
+TABLES = ("tensor_guards", "data_guards", "adapter_guards", "loop_guards")
+"""The tables of higher rooms: importing one adds its rows."""
 
 
 def add_guards(*guards: Guard) -> None:
@@ -87,6 +104,8 @@ def add_guards(*guards: Guard) -> None:
 
 def set_up(moment: str, model: Guarded) -> None:
     """Set up the guards of a moment. Raises: at GIVEN and RESOLVED, what they refuse."""
+    for table in TABLES:
+        provider(table)
     for guard in GUARDS:
         if moment in guard.moments and guard.applies(model):
             guard.set_up(model)

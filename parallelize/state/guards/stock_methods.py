@@ -27,7 +27,7 @@ _FIXES = {
     "resize_token_embeddings": "resize before the plan is applied",
 }
 # adapters that are added are planned, and given to the reduction over data axes, before the next forward:
-# `axes/tensor/install/added_adapters.py`
+# `adapters/added_adapters.py`
 
 
 def guard_stock_methods(module: nn.Module) -> None:

@@ -44,6 +44,10 @@ def _as_in_a_fresh_process(monkeypatch):
     monkeypatch.setattr(patches, "_active", {})
     monkeypatch.setattr(patches, "_lease", None)
     monkeypatch.delattr(torch, "_parallelize", raising=False)
+    yield
+    gc.collect()
+    for key in reversed([*patches._active]):  # of models that something still refers to
+        patches._end(key)
 
 
 def attributes() -> dict[tuple[str, str], object]:

@@ -8,8 +8,9 @@ for all layers, before the parameters.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +20,25 @@ from torch.distributed.tensor import DTensor
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import Chunk, Interval, packed
+from parallelize.base.mesh import DATA_AXES
+from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.comm.meshes import mesh_spec
 from parallelize.ops import collectives as ops
-from parallelize.plan.adapters import PREFIX_ENCODER, layer_name
+from parallelize.plan.adapters import (
+    PREFIX_ENCODER,
+    layer_name,
+)
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.models.wrapped_models import num_prompt_logits
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.state.records import PlanRecord, record_of, resolution_of
+from parallelize.state.records import (
+    PlanRecord,
+    applied,
+    pipeline_cut,
+    record_of,
+    resolution_of,
+)
 
 Heads = dict[int, tuple[Interval, ...]]
 """Number of a layer -> for each rank of `tp`, the key/value heads of its attention there."""
@@ -169,3 +182,108 @@ def _missing(heads: Heads, num_layers: int) -> str:
 
 def _problem(what: str) -> Problem:
     return Problem("unplanned-adapter", what, fix="prompt tuning or LoRA; or a mesh without tp")
+
+
+def serve_local_prefixes() -> None:
+    """Let PEFT, where it is imported, give a planned model the keys and values of this rank's heads."""
+    prompts: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    if prompts is not None:
+        patches.replace(prompts, "get_prompt", _of_local_heads)
+
+
+def _of_local_heads(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.get_prompt` of a planned model, whose keys and values of prefix tuning are those of the heads of this
+    rank."""
+
+    def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
+        with readable_prompts(peft_model):
+            prompt = stock(peft_model, *args, **kwargs)
+        return local_prefixes(peft_model, prompt)
+
+    return get_prompt
+
+
+# -- stage prompts ---------------------------------------------------------------------------------------------------
+# Prefix tuning over pipeline stages: of frozen prefixes PEFT reads the table, which the first stage alone has. There
+# PEFT is made to call the module instead, which returns the rows of its table. Calls of units are intercepted: what
+# this one returns is sent to the later stages. Prompts after the cut would be outside of what stages run, and are
+# refused. PEFT is not imported: what is not imported when a model is cut is as its authors wrote it.
+
+
+def serve_stage_prompts() -> None:
+    """Let PEFT, where it is imported, call the module of frozen prefixes in a model that is cut into stages."""
+    model: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    if model is not None:
+        patches.replace(model, "get_prompt", _by_call)
+        patches.replace(model, "_setup_prompt_encoder", _before_the_cut)
+
+
+def _before_the_cut(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel._setup_prompt_encoder`. Raises: ModelError `added-parameter` of prompts around a model that is cut:
+    steps would not run them."""
+
+    def setup(peft_model: Any, adapter_name: str) -> Any:
+        if pipeline_cut(peft_model) is None and pipeline_cut(peft_model.base_model) is not None:
+            what = "prompts were added around a model that is cut into stages, whose steps would run without them"
+            fix = "get_peft_model(model, config) first, then parallelize_model(model, mesh)"
+            raise ModelError(Problem("added-parameter", what, fix=fix))
+        return stock(peft_model, adapter_name)
+
+    return setup
+
+
+def _by_call(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
+        with _called(peft_model):
+            return stock(peft_model, *args, **kwargs)
+
+    return get_prompt
+
+
+@contextmanager
+def _called(peft_model: Any) -> Iterator[None]:
+    config, encoder = peft_model.active_peft_config, peft_model.prompt_encoder[peft_model.active_adapter]
+    is_read = config.inference_mode and type(encoder).__name__ == PREFIX_ENCODER
+    if pipeline_cut(peft_model) is None or not is_read:
+        yield
+        return
+    before = encoder.prefix_projection
+    config.inference_mode, encoder.prefix_projection = False, hasattr(encoder, "transform")
+    try:
+        yield
+    finally:
+        config.inference_mode, encoder.prefix_projection = True, before
+
+
+# -- later prompts ---------------------------------------------------------------------------------------------------
+# Prompts that PEFT puts around a model whose gradients are summed over data ranks: nothing sums theirs. PEFT is not
+# imported: what is not imported when data axes are applied is as its authors wrote it.
+
+
+def refuse_later_prompts() -> None:
+    """Let PEFT, where it is imported, refuse prompts that train beside such a model."""
+    model: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    if model is not None:
+        patches.replace(model, "get_prompt", _checked)
+
+
+def _checked(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.get_prompt`, which every forward calls. Raises: ModelError `added-parameter`."""
+
+    def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
+        _check(peft_model)
+        return stock(peft_model, *args, **kwargs)
+
+    return get_prompt
+
+
+def _check(peft_model: Any) -> None:
+    data = applied(peft_model.get_base_model()).data
+    if data is None or applied(peft_model).data is not None or not torch.is_grad_enabled():
+        return
+    encoder = peft_model.prompt_encoder[peft_model.active_adapter]
+    trains = any(parameter.requires_grad for parameter in encoder.parameters())
+    if trains and mesh_spec(data.mesh).ranks(*DATA_AXES) > 1:
+        what = "prompts were added after data axes were applied, whose gradients nothing sums over data ranks"
+        fix = "get_peft_model(model, config) first, then parallelize_model or shard_data"
+        raise ModelError(Problem("added-parameter", what, fix=fix))

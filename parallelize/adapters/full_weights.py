@@ -10,14 +10,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.mesh import DATA_AXES
 from parallelize.base.patches import active as patches
-from parallelize.comm.meshes import mesh_spec
+from parallelize.state.later_changes import roots_around, take_changes
 from parallelize.state.records import applied
 
 _FIRST = "before the plan: model = get_peft_model(model, config), then parallelize_model(model, mesh)"
@@ -112,35 +112,72 @@ def _refuse_of_shards(cls: Any, name: str, module_of: Callable[..., Any], fix: s
     patches.change(cls, name, lambda: refusing, _refuse_of_shards)
 
 
-# -- later prompts ---------------------------------------------------------------------------------------------------
-# Prompts that PEFT puts around a model whose gradients are summed over data ranks: nothing sums theirs. PEFT is not
-# imported: what is not imported when data axes are applied is as its authors wrote it.
+_FIRST_OR_ZERO_2 = "get_peft_model(model, config) first, then parallelize_model(model, mesh, zero=3); or zero=2"
+_COPY_WEIGHTS = ("modules_to_save", "trainable_token_indices", "token_indices")
+"""Settings of PEFT by which an adapter begins with weights of the model."""
 
 
-def refuse_later_prompts() -> None:
-    """Let PEFT, where it is imported, refuse prompts that train beside such a model."""
-    model: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
-    if model is not None:
-        patches.replace(model, "get_prompt", _checked)
+def add_to_sharded_units() -> None:
+    """Let PEFT, where it is imported, freeze parameters while they are shards: what is gathered forgets it."""
+    tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
+    if tuner is not None:
+        patches.replace(tuner, "inject_adapter", _resharded)
+    guard_peft_reads()
 
 
-def _checked(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftModel.get_prompt`, which every forward calls. Raises: ModelError `added-parameter`."""
+def _resharded(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        units: list[Any] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+        config = self.peft_config[adapter_name]
+        copied = [key for key in _COPY_WEIGHTS if getattr(config, key, None)]
+        if units and copied:
+            what = f"{copied[0]} of {type(config).__name__} copies full weights, of which ranks store shards (ZeRO 3)"
+            raise ModelError(Problem("added-parameter", what, fix=_FIRST_OR_ZERO_2))
+        for unit in units:
+            unit.reshard()
+        return stock(self, model, adapter_name, *args, **kwargs)
 
-    def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
-        _check(peft_model)
-        return stock(peft_model, *args, **kwargs)
-
-    return get_prompt
+    return inject_adapter
 
 
-def _check(peft_model: Any) -> None:
-    data = applied(peft_model.get_base_model()).data
-    if data is None or applied(peft_model).data is not None or not torch.is_grad_enabled():
+def plan_before_merging() -> None:
+    """Let PEFT have adapters planned when it merges them before a forward. Again where more modules of Python are
+    known."""
+    notes = patches.lease().notes
+    if notes.get("modules seen") == len(sys.modules):
         return
-    encoder = peft_model.prompt_encoder[peft_model.active_adapter]
-    trains = any(parameter.requires_grad for parameter in encoder.parameters())
-    if trains and mesh_spec(data.mesh).ranks(*DATA_AXES) > 1:
-        what = "prompts were added after data axes were applied, whose gradients nothing sums over data ranks"
-        fix = "get_peft_model(model, config) first, then parallelize_model or shard_data"
-        raise ModelError(Problem("added-parameter", what, fix=fix))
+    notes["modules seen"] = len(sys.modules)
+    tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
+    for name in ("merge_adapter", "_unload_and_optionally_merge"):
+        if hasattr(tuner, name):
+            patches.replace(tuner, name, _of_planned_model)
+    for name, layers in list(sys.modules.items()):
+        if name.startswith("peft.tuners.") and hasattr(layers, "check_adapters_to_merge"):
+            patches.replace(layers, "check_adapters_to_merge", _of_planned_layer)
+
+
+def _of_planned_model(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a tuner that merges the adapters of all layers."""
+
+    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for root in roots_around(self.model.modules()):
+            take_changes(root)
+        return stock(self, *args, **kwargs)
+
+    return merge
+
+
+def _of_planned_layer(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that each layer calls for the adapters to merge: also of layers that are merged by themselves."""
+
+    def check(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        base = layer.get_base_layer()
+        if applied(base).absent:  # another stage merges it
+            return []
+        for root in roots_around([layer, base]):
+            if applied(root).stage_adapters is None:  # all stages plan together, and some may have no such layer
+                take_changes(root)
+        refuse_merging_into_shards(layer, base)
+        return stock(layer, *args, **kwargs)
+
+    return check

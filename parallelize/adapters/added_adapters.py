@@ -7,9 +7,8 @@ count. Optimizers that were built before that forward are given the new paramete
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,12 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallelize.adapters.full_weights import guard_peft_reads
+from parallelize.adapters.prompts import serve_local_prefixes
 from parallelize.axes.tensor.install.installer import Installer
-from parallelize.axes.tensor.install.peft_prompts import local_prefixes, readable_prompts
 from parallelize.axes.tensor.install.replaced_layers import plan_later_layers
 from parallelize.axes.tensor.planned_forward import installed
 from parallelize.base.errors import ModelError, Problem
-from parallelize.base.patches import active as patches
 from parallelize.plan.adapters import (
     BASE,
     ORIGINAL,
@@ -40,7 +39,6 @@ from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
 from parallelize.state.guards.early_optimizers import rebind_parameters
 from parallelize.state.later_changes import when_changed
-from parallelize.state.peft_reads import guard_peft_reads
 from parallelize.state.quantization.quantized_linear import QuantizedLinear
 from parallelize.state.records import (
     PlanRecord,
@@ -60,7 +58,8 @@ _FIRST = "get_peft_model(model, config) first, then the plan"
 
 def plan_later_adapters(model: nn.Module) -> None:
     """Plan adapters that are added to a planned model from now on, before its next forward."""
-    prepare_peft()
+    guard_peft_reads()
+    serve_local_prefixes()
     _watch(model)
     mark_applied(model, plan_later=plan_added)
 
@@ -270,28 +269,3 @@ def _renamed(resolved: ResolvedPlan, plan: Plan, facts: ModelFacts, rows: Tensor
     return replace(
         resolved, plan=plan, facts=facts, modules=modules | rows.modules, parameters=parameters | rows.parameters
     )
-
-
-# -- peft calls ------------------------------------------------------------------------------------------------------
-# Prompts of PEFT in a planned model: it is told the keys and values of this rank's heads. What it reads of layers:
-# `peft_reads`. PEFT is not imported: what is not imported when a model is planned is as its authors wrote it.
-
-
-def prepare_peft() -> None:
-    """Let PEFT, where it is imported, make adapters and prompts of planned layers in their full sizes."""
-    guard_peft_reads()
-    prompts: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
-    if prompts is not None:
-        patches.replace(prompts, "get_prompt", _of_local_heads)
-
-
-def _of_local_heads(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftModel.get_prompt` of a planned model, whose keys and values of prefix tuning are those of the heads of this
-    rank."""
-
-    def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
-        with readable_prompts(peft_model):
-            prompt = stock(peft_model, *args, **kwargs)
-        return local_prefixes(peft_model, prompt)
-
-    return get_prompt

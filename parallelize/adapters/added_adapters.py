@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from parallelize.adapters.full_weights import guard_peft_reads
 from parallelize.adapters.prompts import serve_local_prefixes
 from parallelize.axes.tensor.install.installer import Installer
-from parallelize.axes.tensor.install.replaced_layers import plan_later_layers
+from parallelize.axes.tensor.install.replaced_layers import plan_replaced_layers
 from parallelize.axes.tensor.planned_forward import installed
 from parallelize.base.errors import ModelError, Problem
 from parallelize.plan.adapters import (
@@ -103,7 +103,7 @@ def plan_added(model: nn.Module) -> None:
 
 
 def _plan_added(model: nn.Module) -> None:
-    plan_later_layers(model)
+    plan_replaced_layers(model)
     _watch(model)  # modules that are new may be given others
     record = record_of(model)
     if record is None or (record.group.size == 1 and record.folded is None):

@@ -1,7 +1,7 @@
 """What PEFT would do with layers of which this rank stores shards, or none, and with prompts that nothing reduces.
 
-Linears have the sizes of the full ones; what computes with a full weight is refused by name. PEFT is not imported: what
-is not imported when a model is planned, cut or sharded is as its authors wrote it.
+Linears have the sizes of the full ones; what computes with a full weight is refused by name. This package
+never imports PEFT: what is not loaded when a model is planned, cut or sharded stays unpatched.
 """
 
 from __future__ import annotations

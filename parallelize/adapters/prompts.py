@@ -207,7 +207,7 @@ def _of_local_heads(stock: Callable[..., Any]) -> Callable[..., Any]:
 # Prefix tuning over pipeline stages: of frozen prefixes PEFT reads the table, which the first stage alone has. There
 # PEFT is made to call the module instead, which returns the rows of its table. Calls of units are intercepted: what
 # this one returns is sent to the later stages. Prompts after the cut would be outside of what stages run, and are
-# refused. PEFT is not imported: what is not imported when a model is cut is as its authors wrote it.
+# refused. What is not loaded when a model is cut stays unpatched.
 
 
 def serve_stage_prompts() -> None:
@@ -257,7 +257,7 @@ def _called(peft_model: Any) -> Iterator[None]:
 
 # -- later prompts ---------------------------------------------------------------------------------------------------
 # Prompts that PEFT puts around a model whose gradients are summed over data ranks: nothing sums theirs. PEFT is not
-# imported: what is not imported when data axes are applied is as its authors wrote it.
+# loaded: what is not loaded when data axes are applied stays unpatched.
 
 
 def refuse_later_prompts() -> None:

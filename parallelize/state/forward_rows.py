@@ -17,7 +17,7 @@ from parallelize.base.layout import Interval
 from parallelize.comm.groups import Group
 from parallelize.plan.models.wrapped_models import forward_signature
 from parallelize.state.records import applied, record_of
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 
 T = torch.Tensor
 
@@ -84,7 +84,7 @@ class BatchPart:
 
 def batch_part(module: nn.Module) -> BatchPart | None:
     """The part of the batch of the running step; None for forwards that no step calls."""
-    return expected(applied(module).batch_part, BatchPart)
+    return as_instance(applied(module).batch_part, BatchPart)
 
 
 def forward_rows(module: nn.Module, arguments: dict[str, Any]) -> ForwardRows:

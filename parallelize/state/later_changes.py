@@ -52,8 +52,7 @@ def follow_changes(function: Callable[[], None]) -> None:
 
 
 def plan_changes(root: nn.Module) -> None:
-    """Plan what a model was given since its plan. Of a model that is cut into stages a collective over the mesh, where
-    that are adapters."""
+    """Plan modules that were added since the plan. A collective over the mesh if a model with stages got adapters."""
     record = applied(root)
     plan_later = record.stage_adapters or record.plan_later
     if plan_later is not None:

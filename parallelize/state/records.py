@@ -121,7 +121,7 @@ class Cut:
 class ModuleState:
     """What was applied to one module. A field is None, or empty, until its step has run.
 
-    A field that only the room of its step reads is an `object` here; `step_results.expected` gives it back as its
+    A field that only the room of its step reads is an `object` here; `step_results.as_instance` gives it back as its
     class.
 
     Attributes, of the root of a model:
@@ -147,8 +147,8 @@ class ModuleState:
         rebuilt_buffers: values of meta buffers that no checkpoint stores, by key.
         gradient_guard: an applied.gradient_guard.GradientGuard, of a module with parameters.
         defers_logits: whether it is a head whose matmul is left to the loss. gathers_logits: whether a graph that a
-            compiler traces now gathers its logits. written_weight: the tensor that an optimizer writes to under
-            `fully_shard`, of such a head, and its local tensor.
+            compiler traces now gathers its logits. written_weight: under `fully_shard`, the tensor of a deferred head
+            that the optimizer updates, and its local tensor.
         lease: keeps what is changed in other libraries, while a planned model lives.
         exporters: those that `export_weights` has built, on the root. plan_later: plans what was added to the model.
         stage_adapters: of a model that was cut into stages: the same, and drops what other stages have, a

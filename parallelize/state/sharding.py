@@ -30,8 +30,8 @@ from parallelize.state.step_results import ParameterSlot
 def join_tied_slots(module: nn.Module) -> None:
     """Let the slots of one parameter in several planned modules deliver its gradient once, when backward ends.
 
-    A plan knows its ties. Modules that were planned in several calls, or were tied after it, deliver one gradient each,
-    of which a reducer would send the first one before the others are there.
+    A plan knows its ties. Modules that were planned in several calls, or were tied after it, each deliver a
+    gradient of their own, and a reducer would send the first before the rest arrive.
     """
     slots: dict[int, list[ParameterSlot]] = {}
     for owner in module.modules():

@@ -150,7 +150,7 @@ class RecomputedModule(Protocol):
     on: bool
 
 
-def expected(value: object, cls: type[C]) -> C | None:
+def as_instance(value: object, cls: type[C]) -> C | None:
     """A field of a record, which the room of `cls` has set or not."""
     assert value is None or isinstance(value, cls)
     return value

@@ -38,7 +38,7 @@ def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def writes_to(tensor: torch.Tensor) -> int:
-    """A number that every counted write to a tensor, or to the local tensor of a DTensor, raises."""
+    """The write counter of a tensor, or of a DTensor and its local tensor. It only grows."""
     return sum(part._version for part in (tensor, private.plain_local(tensor)) if not part.is_inference())
 
 

@@ -37,7 +37,7 @@ from parallelize.state.guards.guard_table import ON_CONTEXT, Guarded, set_up
 from parallelize.state.local_config import LocalConfig
 from parallelize.state.randomness.dropout.install import install_draws, refuse_early_dropout, require_installed_dropout
 from parallelize.state.records import facts_of, mark_applied, pipeline_cut, record_of, resolution_of
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 from parallelize.state.transaction import Transaction
 
 
@@ -152,7 +152,7 @@ def _install(module: nn.Module, context: Context, inputs: ContextInputs) -> None
     present = {name: inner for name, inner in named.items() if cut is None or cut.present(name)}
     attention = {fqn: kind for fqn, kind in context.attention.items() if fqn in present}
     record = record_of(module)
-    region = None if record is None else expected(record.region, Region)
+    region = None if record is None else as_instance(record.region, Region)
     for fqn, kind in attention.items():
         planned = ContextAttention(context, fqn, kind)
         present[fqn].register_forward_hook(_FirstCallCheck())

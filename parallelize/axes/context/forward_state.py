@@ -20,7 +20,7 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group, axis_group, group_for
 from parallelize.ops import replay_cache
 from parallelize.state.records import applied
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 
 T = torch.Tensor
 
@@ -218,7 +218,7 @@ class Context:
 
 def context_of(module: nn.Module) -> Context | None:
     """How this model's sequences are sharded over `cp`, or None."""
-    return expected(applied(module).context, Context)
+    return as_instance(applied(module).context, Context)
 
 
 @dataclass
@@ -241,4 +241,4 @@ class ContextAttention:
 
 def attention_of(module: nn.Module) -> ContextAttention | None:
     """What the attention of this module runs with over `cp`, or None."""
-    return expected(applied(module).attention, ContextAttention)
+    return as_instance(applied(module).attention, ContextAttention)

@@ -24,7 +24,7 @@ from parallelize.ops.attention.sharded_keys import attend_to_shards
 from parallelize.ops.attention.weight_dropout import WeightDropout
 from parallelize.state.randomness.dropout.call_sites import ModuleDropout
 from parallelize.state.records import applied
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 
 T = torch.Tensor
 NAME = "parallelize_context"  # of this attention in the registry of `transformers`
@@ -130,7 +130,7 @@ def _dropout_of(module: nn.Module, planned: ContextAttention, query: T, key: T, 
     """
     if not p or query.is_meta:  # a trace has no values to drop
         return None
-    dropout = expected(applied(module).dropout, ModuleDropout)
+    dropout = as_instance(applied(module).dropout, ModuleDropout)
     if dropout is None or not dropout.sites.scopes:
         what = f"{planned.fqn} drops attention weights (p = {p}), and nothing says which"
         fix = "install_dropout(model, seed) after the model is put on cp; or a rate of 0"

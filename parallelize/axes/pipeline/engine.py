@@ -49,8 +49,8 @@ T = torch.Tensor
 class Pipeline:
     """Runs training steps and evaluations of a model over microbatches and, where it has them, pipeline stages.
 
-    The loss of a step is the sum over all tokens of all microbatches and data ranks, divided by the global count, which
-    is known before backward. Gradients are sums. So neither depends on how the batch is split.
+    Loss = sum over all tokens of all microbatches and data ranks / global count, which is known before backward.
+    Gradients are sums. So neither depends on how the batch is split.
 
     Args:
         module: a model after `cut_pipeline` and `parallelize_module`. A model without stages runs its microbatches

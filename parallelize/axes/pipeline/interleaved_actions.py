@@ -147,9 +147,8 @@ def _refusal(reason: str) -> ModelError:
 
 # -- interleave trial ------------------------------------------------------------------------------------------------
 # Whether a step is faster in pairs of a forward and a backward, or in order: measured in the first steps of training.
-# The two give the same numbers (see `interleaved_actions.py`), so that the steps that are compared are steps of
-# training. They take turns: in pairs, in order, in pairs, ... Every rank decides by the sums of all ranks' times,
-# which are equal on all of them and travel with the sums that a step has anyway, one step later.
+# Both give the same numbers, so the compared steps are steps of training; they alternate. Every rank decides by the
+# sums of all ranks' times, which travel with the sums of the next step and are equal on every rank.
 
 
 WARM_UP = 2  # steps: the first of each kind calibrates, compiles and allocates

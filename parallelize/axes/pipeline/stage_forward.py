@@ -2,9 +2,10 @@
 
 The call of every unit is intercepted. Units before the stage return NaN with the shapes that they returned on the rank
 that owns them, so that code around them (masks, positions, rotary tables) sees the right shapes. The stage's first unit
-gets the output of the previous stage, in the tensor object that the forward passes to it. The call of the first unit
-after the stage ends the forward. So layer numbers, kinds of attention and the rest of the stock loop stay as they are.
-A forward that uses absent units in another way computes NaN, which is checked once for each signature of the inputs.
+gets the output of the previous stage, swapped into the tensor object that the forward already holds. The call of the
+first unit after the stage ends the forward. So layer numbers, kinds of attention and the rest of the stock loop stay as
+they are. A forward that uses absent units in another way computes NaN, which is checked once for each signature of the
+inputs.
 
 A forward that draws random numbers may skip units (LayerDrop). All stages draw the same, so they skip the same: the
 next unit that is called takes the place of a skipped first one, and a stage of which all are skipped passes on what it

@@ -34,7 +34,7 @@ from parallelize.state.records import (
     pipeline_cut,
     resolution_so_far,
 )
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 
 T = torch.Tensor
 
@@ -201,7 +201,7 @@ class Ties:
 
 def ties_of(module: nn.Module) -> Ties | None:
     """The ties of a model, or None: what `tie_parameters` recorded."""
-    return expected(applied(module).ties, Ties)
+    return as_instance(applied(module).ties, Ties)
 
 
 def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:

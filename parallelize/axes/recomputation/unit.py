@@ -39,7 +39,7 @@ from parallelize.ops.replay_cache import ReplayCache, ResultKey, in_recompute, r
 from parallelize.plan.models.wrapped_models import stock_model
 from parallelize.state.randomness.dropout.call_sites import dropout_scope
 from parallelize.state.records import applied, mark_applied
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 
 log = logging.getLogger("parallelize")
 T = torch.Tensor
@@ -186,7 +186,7 @@ def install(module: nn.Module, unit: RecomputeUnit) -> None:
 def recompute_units_in(module: nn.Module) -> Iterator[tuple[str, RecomputeUnit]]:
     """The recomputed units inside a module, by name."""
     for name, inner in module.named_modules():
-        if (unit := expected(applied(inner).recompute_unit, RecomputeUnit)) is not None:
+        if (unit := as_instance(applied(inner).recompute_unit, RecomputeUnit)) is not None:
             yield name, unit
 
 

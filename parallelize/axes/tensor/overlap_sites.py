@@ -24,7 +24,7 @@ from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
 from parallelize.state.records import require_record
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 
 
 @dataclass(frozen=True)
@@ -261,6 +261,6 @@ def deferred_gradients(module: nn.Module) -> DeferredGradients:
     Raises: ModelError `not-parallelized`.
     Cost: no communication.
     """
-    overlap = expected(require_record(module).overlap, Overlap)
+    overlap = as_instance(require_record(module).overlap, Overlap)
     assert overlap is not None
     return overlap.deferred

@@ -26,7 +26,7 @@ from parallelize.ops.matmul.overlapped_linear import OverlappedLinear
 from parallelize.plan.block_formats import is_conv1d
 from parallelize.state.parameters import Slot
 from parallelize.state.records import applied, mark_applied
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 
 Conversion = Callable[[torch.Tensor], torch.Tensor]
 _NONE: Mapping[str, Conversion] = {}
@@ -48,37 +48,38 @@ class ModuleRuntime:
         overlap: what runs this module where its collective overlaps with its matmul: an `OverlappedRowLinear` or a
             `SharedInput`. `plain` is then the forward without overlap, and `index` the module's index among those that
             share an input.
-        ahead: of experts, and of a module that is computed while their results return: that module's `ComputedAhead`.
+        prefetched: of experts, and of a module that is computed while their results return: that module's
+            `ComputedAhead`.
         shows_local: forwards of parents that run now and read its parameters, for which its attributes stay local
             tensors.
-        alone: of a layer with adapters, its forward outside of the module that calls them. is_inside: that module runs
-            now.
-        effective: what adapters that run now make of a local parameter, by key. Called in the module's own forward, in
-            which ZeRO 3 has gathered its parameters.
+        standalone_forward: what a layer with adapters runs when it is called outside of its adapter wrapper.
+        in_adapter: whether that wrapper runs now.
+        reparametrized: what adapters that run now make of a local parameter, by key. Called in the module's own
+            forward, in which ZeRO 3 has gathered its parameters.
         inputs: functions from a call's arguments to those with this rank's part of one of them.
         bias_scale: of a row linear whose output an adapter scales before the reduction: 1 on the rank that adds its
             bias, else 0.
     """
 
     __slots__ = (
-        "ahead",
-        "alone",
         "argument",
         "bias",
         "bias_group",
         "bias_scale",
         "defer_bias",
-        "effective",
         "enter",
+        "in_adapter",
         "index",
         "inputs",
-        "is_inside",
         "leave",
         "max_inputs",
         "overlap",
         "plain",
+        "prefetched",
+        "reparametrized",
         "shows_local",
         "slots",
+        "standalone_forward",
         "stock",
         "weight",
     )
@@ -95,14 +96,14 @@ class ModuleRuntime:
         self.defer_bias = False
         self.bias_group: Group | None = None
         self.overlap: Any = None
-        self.ahead: Any = None
+        self.prefetched: Any = None
         self.plain: Callable = _stock
         self.index = 0
         self.shows_local = 0
-        self.alone: Callable | None = None
+        self.standalone_forward: Callable | None = None
         self.bias_scale: float | None = None
-        self.effective: dict[str, Conversion] = {}
-        self.is_inside = False
+        self.reparametrized: dict[str, Conversion] = {}
+        self.in_adapter = False
         self.inputs: tuple[Callable[[tuple, dict], tuple[tuple, dict]], ...] = ()
 
     def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -136,14 +137,14 @@ def run_inside(module: nn.Module, planned: ModuleRuntime, forward: Callable) -> 
 
 def read_changed_parameters(module: nn.Module) -> None:
     """Let a planned module run a forward that asks for what adapters make of its parameters
-    (`ModuleRuntime.effective`)."""
+    (`ModuleRuntime.reparametrized`)."""
     if module.__dict__["forward"].__func__ is _weight_only_forward:
         module.__dict__["forward"] = MethodType(_stock, module)
 
 
 def installed(module: nn.Module) -> ModuleRuntime | None:
     """What `install` gave to this module, or None."""
-    return expected(applied(module).planned, ModuleRuntime)
+    return as_instance(applied(module).planned, ModuleRuntime)
 
 
 def _fast_forward_for(planned: ModuleRuntime) -> Callable:
@@ -323,7 +324,7 @@ def on_local_parameters(
     try:
         for slot in planned.slots:
             attributes[slot.key] = slot.local(parameters)
-        for key, change in planned.effective.items():
+        for key, change in planned.reparametrized.items():
             attributes[key] = change(getattr(self, key))
         for key in converted:
             if key in attributes:
@@ -332,7 +333,7 @@ def on_local_parameters(
     finally:
         if not planned.shows_local:
             hide_local(attributes, planned)
-        for key in planned.effective:
+        for key in planned.reparametrized:
             attributes.pop(key, None)
 
 

@@ -92,13 +92,13 @@ class Region:
         self._inside = None
         return ops.gather(x, self.group, self.dim, entered.full, "replicate") if entered.active else x
 
-    def interrupt(self, x: torch.Tensor) -> torch.Tensor:
-        """The full hidden states, for a module that every rank runs on all tokens; `go_on` ends it."""
+    def gather_all(self, x: torch.Tensor) -> torch.Tensor:
+        """The full hidden states, for a module that every rank runs on all tokens; `rescatter` ends it."""
         entered = self._pass_of(x, self.dim)
         self._interrupted = True
         return ops.gather(x, self.group, self.dim, entered.full, "replicate") if entered.active else x
 
-    def go_on(self, x: torch.Tensor) -> torch.Tensor:
+    def rescatter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the output of such a module."""
         self._interrupted = False
         return ops.split(x, self.group, self.dim, padded=True) if self.scatters() else x

@@ -51,7 +51,7 @@ class AddedParameters:
     Args:
         module: the model. mesh, zero, options: as it was sharded. master: the dtype of wider copies, or None.
         reducer: of its gradients, or None. shards: of its parameters. casts: refuses casts of them.
-        units: under ZeRO 3 what reduces the parameters that were sharded, beside which adapters alone may be added.
+        units: the reducer of ZeRO 3; only adapters may be added next to it.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class AddedParameters:
             self._is_changed = False
             self._watch(module)
             self._add(self._added(module))
-        thawed = self._reducer.thawed() if self._reducer is not None else []
-        if thawed and self._reducer is not None:
-            self._agree([parameter.name for parameter in thawed])
-            self._reducer.manage(thawed)
+        unfrozen_since = self._reducer.unfrozen_since() if self._reducer is not None else []
+        if unfrozen_since and self._reducer is not None:
+            self._agree([parameter.name for parameter in unfrozen_since])
+            self._reducer.manage(unfrozen_since)
 
     def _added(self, module: nn.Module) -> list[tuple[ReducedParameter, DataRanks]]:
         """Parameters under names that the model did not have, or that have replaced another one."""

@@ -166,7 +166,7 @@ class Reducer:
     def _grad_dtype(self, param: Any) -> torch.dtype:
         return self.dtype or param.dtype
 
-    def thawed(self) -> list[ReducedParameter]:
+    def unfrozen_since(self) -> list[ReducedParameter]:
         """Those that were frozen and train now, except copies of a tied parameter, of which other stages know
         nothing."""
         return [parameter for parameter in self.frozen if parameter.param.requires_grad and not parameter.late]
@@ -351,10 +351,10 @@ class Reducer:
             _warn_once(text)
 
     def _refuse_unmanaged(self) -> None:
-        thawed = [parameter.name for parameter in self.frozen if parameter.param.grad is not None]
-        if thawed:
+        unfrozen_since = [parameter.name for parameter in self.frozen if parameter.param.grad is not None]
+        if unfrozen_since:
             raise unmanaged(
-                thawed[0], "it was frozen when shard_data was called", "unfreeze parameters before shard_data"
+                unfrozen_since[0], "it was frozen when shard_data was called", "unfreeze parameters before shard_data"
             )
         for name, parameter in self.current():
             if parameter.grad is not None and id(parameter) not in self._known:

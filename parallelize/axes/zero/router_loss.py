@@ -38,7 +38,7 @@ from parallelize.ops.replay_cache import in_recompute
 from parallelize.plan.models.wrapped_models import stock_model
 from parallelize.state.forward_rows import ForwardRows, call_arguments, forward_rows
 from parallelize.state.records import applied, mark_applied
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 
 T = torch.Tensor
 FUNCTION = "load_balancing_loss_func"
@@ -158,7 +158,7 @@ class RouterCalls:
 
 def router_calls(module: nn.Module) -> RouterCalls | None:
     """What reads the routers of a model, or None."""
-    return expected(applied(module).router_loss, RouterCalls)
+    return as_instance(applied(module).router_loss, RouterCalls)
 
 
 def receive_router_sums(module: nn.Module, content: tuple | None) -> None:

@@ -54,7 +54,7 @@ from parallelize.state.guards.guard_table import REDUCED, RESOLVED, SHARDED, Gua
 from parallelize.state.loop.clip import serve_several_meshes
 from parallelize.state.records import applied, facts_of, mark_applied, record_of, resolution_so_far
 from parallelize.state.sharding import join_tied_slots
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 
 STAGES = (0, 1, 2, 3)
 
@@ -85,7 +85,7 @@ class DataRecord:
 
 def data_of(module: nn.Module) -> DataRecord | None:
     """What `shard_data` did to this model, or None."""
-    return expected(applied(module).data, DataRecord)
+    return as_instance(applied(module).data, DataRecord)
 
 
 def shard_data(

@@ -425,7 +425,7 @@ def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
 
 @contextmanager
 def hidden_worker_info() -> Iterator[None]:
-    """A block in which `torch.utils.data.get_worker_info()` is None also in a data loader's worker (1.2)."""
+    """A block that runs as if it were not in a data loader's worker: `get_worker_info()` is None (1.2)."""
     worker: Any = torch.utils.data._utils.worker
     info = worker._worker_info
     if info is None:

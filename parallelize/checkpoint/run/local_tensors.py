@@ -77,7 +77,7 @@ class LocalTensor:
         """The boxes that this rank writes."""
         if not self.owner:
             return
-        # replicas take turns, by name, so that small tensors are not all written by the first
+        # the writer rotates by tensor name, or the first replica would write all small tensors
         turn = (self.replica - zlib.crc32(self.name.encode())) % self.num_replicas
         number = 0
         for pair, is_first in zip(self.stored.slices, self.stored.is_first_holder, strict=True):

@@ -1,6 +1,6 @@
 """Starts the ranks of this machine through torch's elastic agent, and starts them again after a failure.
 
-Rendezvous, processes and their monitoring are torch's. What is added here: signals of the launcher go to the ranks,
+OpAgreement, processes and their monitoring are torch's. What is added here: signals of the launcher go to the ranks,
 which have as long as the grace period for a save; the number of ranks of the next attempt; and ranks that end with this
 process.
 """

@@ -38,8 +38,8 @@ class ShardableFactor:
 
     Attributes:
         columns, rows: the linears that have it as an output dim, and those that sum over it.
-        block: the module that must convert its input once, because full activations that have a gradient meet the
-            factor inside of it, as the latents of all heads do; empty: there are none.
+        block: the module whose input must be converted once, because full activations with a gradient meet the factor
+            inside it, such as the latents of MLA; empty: there is none.
     """
 
     factor: Factor

@@ -1,4 +1,4 @@
-"""A small config whose counts all differ, so that a size tells from which field it came.
+"""A tiny config with pairwise distinct counts, so that every size identifies its field.
 
 `verification.scale` keeps the ratios of one model, to fail where it fails. A plan is for a family: here query heads are
 three for each key/value head where the config has both, and every count is one that `tp` divides.

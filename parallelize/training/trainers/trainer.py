@@ -6,8 +6,8 @@
     parallel = parallelize_model(model, mesh, zero=2)
     trainer = MyTrainer(parallel, TrainingArguments(...), train_dataset=..., global_batch_size=64)
 
-The stock loop, its callbacks and its logs run unedited. Other are only the batches, the division of the loss, what the
-optimizer steps, clipping, and files.
+The stock loop, its callbacks and its logs run unedited. Only batches, the
+division of the loss, what the optimizer steps, clipping and files differ.
 """
 
 from __future__ import annotations

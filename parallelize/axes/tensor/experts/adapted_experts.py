@@ -63,7 +63,7 @@ def _changing_a_parameter(module: Any, owner: nn.Module, change: Callable[[Any, 
         if self.disable_adapters or self.merged or not adapters:
             return on_local_parameters(self, self._applied.planned, args, kwargs)
         planned: ModuleRuntime = self.get_submodule(names)._applied.planned
-        key, earlier = self.parameter_name, planned.effective
+        key, earlier = self.parameter_name, planned.reparametrized
         made: list[Any] = []  # once, of experts that run on several chunks of tokens
 
         def changed(weight: Any) -> Any:
@@ -74,11 +74,11 @@ def _changing_a_parameter(module: Any, owner: nn.Module, change: Callable[[Any, 
                 made.append(weight)
             return made[0]
 
-        planned.effective = {**earlier, key: changed}
+        planned.reparametrized = {**earlier, key: changed}
         try:
             return self.base_layer(*args, **kwargs)
         finally:
-            planned.effective = earlier
+            planned.reparametrized = earlier
 
     return forward
 

@@ -106,7 +106,7 @@ def _exchanged(self: Any, form: ExpertForm, ranks: ExpertRanks, tokens: T, choic
     # a replay sends the same rows, even where a near tie of the router falls otherwise
     routes = replay_cache.remembered("routes", find_routes)
     transfers = Transfers(routes, ranks.group, tokens, weights)
-    biases, returned, ahead = ranks.biases, [], self._applied.planned.ahead
+    biases, returned, ahead = ranks.biases, [], self._applied.planned.prefetched
     first, stop = routes.experts
 
     def compute(rows: T, experts: T, pair_weights: T) -> T:

@@ -38,7 +38,7 @@ from parallelize.ops.replay_cache import in_recompute
 from parallelize.plan.model_facts import describe
 from parallelize.state.forward_rows import BatchPart, ForwardRows, batch_part, call_arguments, forward_rows
 from parallelize.state.records import applied, mark_applied, mesh_of, pipeline_cut
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 from parallelize.state.stored_slices import data_rank
 
 T = torch.Tensor
@@ -100,7 +100,7 @@ def _agreed(mesh: DeviceMesh | None) -> AbstractContextManager[dict[str, str]]:
 
 
 def _replay_of(model: nn.Module) -> RouteReplay:
-    replay = expected(applied(model).route_replay, RouteReplay)
+    replay = as_instance(applied(model).route_replay, RouteReplay)
     if replay is None:
         replay = RouteReplay()
         mark_applied(model, route_replay=replay)
@@ -173,7 +173,7 @@ class _ReplayedBatch:
 
 def _checked(model: nn.Module, routes: Any) -> T:
     """The routes [tokens, layers with experts, k], int32."""
-    replay = expected(applied(model).route_replay, RouteReplay)
+    replay = as_instance(applied(model).route_replay, RouteReplay)
     if replay is not None and replay.active:
         what = f"the routers of {type(model).__name__} replay routes already"
         raise ModelError(Problem("already-replaying", what, fix="one block of replay_routes at a time"))

@@ -112,13 +112,13 @@ def compute_overlapped(model: ModelFacts, row: ModuleRow) -> None:
     if planned is None:
         install(module, planned := ModuleRuntime((), module.__dict__.get("forward")))
     ahead = ComputedAhead(fqn, module)
-    planned.ahead, planned.plain = ahead, module.__dict__["forward"].__func__
+    planned.prefetched, planned.plain = ahead, module.__dict__["forward"].__func__
     module.__dict__["forward"] = MethodType(_computed_ahead, module)
     model.objects[block].register_forward_pre_hook(ahead.enter, with_kwargs=True)
     model.objects[block].register_forward_hook(ahead.leave, always_call=True)
     planned_experts = installed(experts)
     assert planned_experts is not None
-    planned_experts.ahead = ahead
+    planned_experts.prefetched = ahead
 
 
 def wrong_beside(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Problem]:
@@ -148,5 +148,5 @@ def _block_and_name(row: ModuleRow) -> tuple[str, str]:
 
 def _computed_ahead(self: Any, *args: Any, **kwargs: Any) -> Any:
     planned = self._applied.planned
-    output = planned.ahead.take(args, kwargs)
+    output = planned.prefetched.take(args, kwargs)
     return planned.plain(self, *args, **kwargs) if output is None else output

@@ -49,8 +49,8 @@ def adapted_forward(module: nn.Module, group: Group, *, converts: bool, sums: bo
     base = module.get_submodule(BASE)
     planned = installed(base)
     assert planned is not None
-    if planned.alone is None:
-        planned.alone = base.__dict__["forward"].__func__
+    if planned.standalone_forward is None:
+        planned.standalone_forward = base.__dict__["forward"].__func__
         base.__dict__["forward"] = MethodType(_layer, base)
     if sums and getattr(module, "ia3_l", None) and planned.bias is not None and not module.is_feedforward:
         _scale_bias(module, planned, group)
@@ -84,8 +84,8 @@ def _shown(module: nn.Module) -> Iterator[str]:
 def _layer(self: Any, input: torch.Tensor) -> torch.Tensor:
     """A linear with adapters: by itself as planned, and inside of its wrapper on its shard alone."""
     planned: Any = self._applied.planned
-    if not planned.is_inside:
-        return planned.alone(self, input)
+    if not planned.in_adapter:
+        return planned.standalone_forward(self, input)
     bias = None
     if planned.bias is not None and (planned.bias_scale is not None or not planned.defer_bias):
         bias = planned.bias.local(self._parameters)
@@ -104,11 +104,11 @@ def _around_linear(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     planned: ModuleRuntime = base._applied.planned
     if planned.enter is not None:
         args, kwargs = convert_argument(planned.enter, (0, "x"), args, kwargs)
-    planned.is_inside = True
+    planned.in_adapter = True
     try:
         out = _stock_forward(self, *args, **kwargs)
     finally:
-        planned.is_inside = False
+        planned.in_adapter = False
     if planned.leave is not None:
         out = planned.leave(out)
     if planned.bias is None or not planned.defer_bias or planned.bias_scale is not None:

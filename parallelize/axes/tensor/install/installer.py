@@ -296,8 +296,8 @@ class Installer:
             Conversion.REDUCE: lambda: partial(ops.reduce_owned if fused else ops.reduce, group=group),
             Conversion.GATHER_SEQUENCE: lambda: self._shared_conversion(conversion, dim),
             Conversion.SCATTER_SEQUENCE: lambda: partial(self.region.scatter, dim=dim),
-            Conversion.LEAVE_REGION: lambda: self.region.interrupt,
-            Conversion.ENTER_REGION: lambda: self.region.go_on,
+            Conversion.LEAVE_REGION: lambda: self.region.gather_all,
+            Conversion.ENTER_REGION: lambda: self.region.rescatter,
             Conversion.GATHER_LAST: lambda: partial(
                 ops.gather,
                 group=group,

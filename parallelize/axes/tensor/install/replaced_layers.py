@@ -42,7 +42,7 @@ from parallelize.state.stage_values import unsharded
 from parallelize.state.state_dict import install_state_hooks
 
 
-def plan_later_layers(model: nn.Module) -> None:
+def plan_replaced_layers(model: nn.Module) -> None:
     """Plan the layers that were replaced since the model was planned. Nothing, if there are none.
 
     Raises: ModelError `added-parameter`, on every rank.

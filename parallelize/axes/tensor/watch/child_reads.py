@@ -141,9 +141,10 @@ _READ_BY_TORCH = ("weight", "bias")
 
 
 def children_read(resolved: ResolvedPlan, model: ModelFacts, fqn: str) -> tuple[str, ...]:
-    """The modules in a module that must show local tensors while its forward runs: it reads their parameters, which are
-    full on each rank where they are not those of children. Lists and dicts of parameters are read by the module that
-    has them, as its own parameters are."""
+    """Submodules whose replicated parameters this module's forward reads: they show local tensors while it runs.
+
+    Parameters of a module's own lists and dicts count as its own.
+    """
     reads = [(item, resolved.parameters[name]) for item, name in _reads_in(model, fqn)]
     shown = [item.child for item, row in reads if not row.plain and (item.is_direct or row.layout.dim is None)]
     for child, container in _parameter_containers(model.objects[fqn]):

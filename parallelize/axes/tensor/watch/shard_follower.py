@@ -1,6 +1,6 @@
 """Follows the dims that are shards from tensor to tensor, and refuses an operation that needs all of one.
 
-What is not known is not refused: a tensor whose shard dim cannot be followed counts as full.
+The unknown is allowed: a tensor whose shard dim is lost counts as full.
 """
 
 from __future__ import annotations

@@ -206,6 +206,8 @@ _HANDLERS: dict[Callable, Callable] = {
     T.dtype.__get__: lambda func, args, kwargs: args[0].logits.dtype,  # type: ignore[attr-defined]
     T.requires_grad.__get__: lambda func, args, kwargs: args[0].logits.requires_grad,  # type: ignore[attr-defined]
     T.numel: lambda func, args, kwargs: args[0].logits.numel(),
-    T.__repr__: lambda func, args, kwargs: f"ClassesFirst(shape={list(args[0].shape)}, logits={args[0].logits!r})",
+    T.__repr__: lambda func, args, kwargs: (
+        f"ChannelFirstLogits(shape={list(args[0].shape)}, logits={args[0].logits!r})"
+    ),
     F.cross_entropy: _cross_entropy,
 }

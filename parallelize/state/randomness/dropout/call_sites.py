@@ -35,7 +35,7 @@ from parallelize.state.randomness.dropout.global_index import (
 from parallelize.state.randomness.dropout.masks import attention, drop, mask
 from parallelize.state.randomness.dropout.position import Clock
 from parallelize.state.records import applied
-from parallelize.state.step_results import SequenceRegion, ShardedSequences, expected
+from parallelize.state.step_results import SequenceRegion, ShardedSequences, as_instance
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,7 @@ def dropout_scope(module: nn.Module) -> Iterator[None]:
 
     The forward itself is inside of both: the numbers of its calls start again here, as they do in the second forward.
     """
-    dropout = expected(applied(module).dropout, ModuleDropout)
+    dropout = as_instance(applied(module).dropout, ModuleDropout)
     if dropout is None or not _drops_now(module, dropout.rates):
         yield
         return

@@ -17,7 +17,7 @@ from parallelize.state.randomness.dropout.draws import RunningModel
 from parallelize.state.randomness.dropout.host_draws import HostGenerators
 from parallelize.state.randomness.dropout.position import Clock
 from parallelize.state.records import applied, mark_applied
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 
 Columns = Sequence[tuple[nn.Module, ColumnOutput | None]]
 
@@ -68,7 +68,7 @@ def install_draw_hooks(module: nn.Module, sites: DropoutSites, columns: Columns,
 
 def remove_draw_hooks(module: nn.Module) -> None:
     """Remove those of a model whose dropout is to be installed."""
-    hooks = expected(applied(module).draws, DrawHooks)
+    hooks = as_instance(applied(module).draws, DrawHooks)
     for handle in (*hooks.handles, *hooks.following) if hooks is not None else ():
         handle.remove()
 
@@ -76,13 +76,13 @@ def remove_draw_hooks(module: nn.Module) -> None:
 def draw_clock(module: nn.Module) -> Clock | None:
     """The clock of what a model draws, with or without dropout; None where its ranks choose the seed, or nothing is
     installed."""
-    hooks = expected(applied(module).draws, DrawHooks)
+    hooks = as_instance(applied(module).draws, DrawHooks)
     return None if hooks is None or hooks.sites.clock.agree_later else hooks.sites.clock
 
 
 def has_drawn(module: nn.Module) -> bool:
     """Whether the running forward of a model has drawn any random numbers."""
-    hooks = expected(applied(module).draws, DrawHooks)
+    hooks = as_instance(applied(module).draws, DrawHooks)
     return hooks is not None and (hooks.sites.clock.has_drawn() or hooks.host.has_moved())
 
 

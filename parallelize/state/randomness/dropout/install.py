@@ -34,7 +34,7 @@ from parallelize.state.randomness.dropout.global_index import ActivationLayout, 
 from parallelize.state.randomness.dropout.position import Clock
 from parallelize.state.records import applied, mark_applied, record_of, resolution_of
 from parallelize.state.sharding import PlanRecord
-from parallelize.state.step_results import ShardedSequences, expected
+from parallelize.state.step_results import ShardedSequences, as_instance
 from parallelize.state.stored_slices import data_rank
 
 
@@ -121,7 +121,7 @@ def _sequences(module: nn.Module) -> ShardedSequences | None:
 
 def dropout_clock(module: nn.Module) -> Clock | None:
     """The clock of a model that `install_dropout` was called on, or None."""
-    return expected(applied(module).dropout_clock, Clock)
+    return as_instance(applied(module).dropout_clock, Clock)
 
 
 def _check(module: nn.Module, record: PlanRecord | None, mesh: DeviceMesh | None) -> None:

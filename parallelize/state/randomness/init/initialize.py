@@ -35,7 +35,7 @@ from parallelize.state.randomness.init.recorder import (
 from parallelize.state.randomness.init.stand_ins import recipe_of_stand_ins
 from parallelize.state.randomness.init.stock_generator import replay_stock
 from parallelize.state.records import applied, mark_applied, pipeline_cut
-from parallelize.state.step_results import expected
+from parallelize.state.step_results import as_instance
 from parallelize.state.stored_slices import StoredTensor, stored_parameters
 
 Rules = Mapping[str, Distribution]
@@ -65,7 +65,7 @@ def build_on_meta(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) ->
 
 def recipe_of(module: nn.Module) -> Recipe | None:
     """What `build_on_meta` recorded, or None."""
-    return expected(applied(module).recipe, Recipe)
+    return as_instance(applied(module).recipe, Recipe)
 
 
 def initialize(

@@ -21,7 +21,7 @@ BESIDE = {**PLAN, "experts": "experts(beside=shared_experts)"}
 
 
 def ahead_of(module: nn.Module):
-    return module._applied.planned.ahead
+    return module._applied.planned.prefetched
 
 
 def block_of(model: nn.Module) -> nn.Module:

@@ -29,7 +29,7 @@ from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
 from tests.checkpoint.run import crash_replay, fault_jobs
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("ranks")]  # one worker: the faults are counted
+pytestmark = [pytest.mark.processes, pytest.mark.one_slice, pytest.mark.xdist_group("ranks")]  # the faults are counted
 REPOSITORY = Path(__file__).parents[3]
 SERVERS = 4  # ranks wait for each other more than they compute
 MOST_HANGING = 4  # each takes long, and so many tell enough

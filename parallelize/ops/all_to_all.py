@@ -24,14 +24,13 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Shard
 
 from parallelize.base.errors import Problem, ShapeError
-from parallelize.base.layout import even_interval
+from parallelize.base.layout import Interval, even_interval
 from parallelize.comm.groups import Group
 from parallelize.ops import replay_cache
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.library import LIBRARY, NAMESPACE, define, fake
 
 T = torch.Tensor
-Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)

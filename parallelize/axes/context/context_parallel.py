@@ -150,25 +150,25 @@ def _install(module: nn.Module, context: Context, inputs: ContextInputs) -> None
     cut = pipeline_cut(module)
     named = dict(module.named_modules())  # in a pipeline, modules of other stages exist in name only
     present = {name: inner for name, inner in named.items() if cut is None or cut.present(name)}
-    attention = {fqn: kind for fqn, kind in context.attention.items() if fqn in present}
+    kinds = {fqn: kind for fqn, kind in context.attention.items() if fqn in present}
     record = record_of(module)
     region = None if record is None else as_instance(record.region, Region)
-    for fqn, kind in attention.items():
-        planned = ContextAttention(context, fqn, kind)
+    for fqn, kind in kinds.items():
+        attention = ContextAttention(context, fqn, kind)
         present[fqn].register_forward_hook(_FirstCallCheck())
-        mark_applied(present[fqn], attention=planned)
+        mark_applied(present[fqn], attention=attention)
         if kind == GATHERED:
-            planned.region = region
-            install_gathered(present[fqn], planned)
+            attention.region = region
+            install_gathered(present[fqn], attention)
         elif not registered:
-            planned.stock = present[fqn].__dict__.get("forward")
+            attention.stock = present[fqn].__dict__.get("forward")
             present[fqn].__dict__["forward"] = MethodType(forward_over_context, present[fqn])
     if registered:
-        _set_implementation(context, attention, present)
+        _set_implementation(context, kinds, present)
     mark_applied(module, context=context)
     if registered:
         module.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
-    call = _RootForward(inputs, module.__dict__.get("forward"), set(attention), cut is not None)
+    call = _RootForward(inputs, module.__dict__.get("forward"), set(kinds), cut is not None)
     mark_applied(module, context_call=call)
     module.__dict__["forward"] = MethodType(_with_signature(type(module).forward), module)
 
@@ -295,9 +295,9 @@ class _FirstCallCheck:
     """A hook for the first call of a planned module: one that computes attention itself has seen local tokens only."""
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        planned = attention_of(module)
-        if planned is not None and planned.fqn not in planned.context.attended:
-            what = f"{planned.fqn}, a {type(module).__name__}, never calls attention"
+        attention = attention_of(module)
+        if attention is not None and attention.fqn not in attention.context.attended:
+            what = f"{attention.fqn}, a {type(module).__name__}, never calls attention"
             fix = "name the module that calls F.scaled_dot_product_attention, or the interface of transformers"
             raise ModelError(Problem("no-attention-call", what, fix=fix))
         for key, hook in list(module._forward_hooks.items()):

@@ -35,14 +35,14 @@ GATHERED = "gathered"
 _MASK = "attention_mask"
 
 
-def install_gathered(module: nn.Module, planned: ContextAttention) -> None:
+def install_gathered(module: nn.Module, attention: ContextAttention) -> None:
     """Let a module run on all tokens, between the conversions of its plan over `tp`, if it has any."""
     over_tp = installed(module)
     forward = MethodType(_forward_on_all_tokens, module)
     if over_tp is None:
-        planned.stock, module.__dict__["forward"] = module.__dict__.get("forward"), forward
+        attention.stock, module.__dict__["forward"] = module.__dict__.get("forward"), forward
     else:
-        planned.stock = over_tp.stock
+        attention.stock = over_tp.stock
         run_inside(module, over_tp, forward)
 
 
@@ -83,21 +83,21 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _forward_on_all_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-    planned: ContextAttention = self._applied.attention
-    context = planned.context
+    attention: ContextAttention = self._applied.attention
+    context = attention.context
     sequences = context.current()
     if sequences.cached is not None:
-        what = f"{planned.fqn} is gathered over cp, and has no cache there"
+        what = f"{attention.fqn} is gathered over cp, and has no cache there"
         raise ModelError(Problem("cache-over-cp", what, fix="use_cache=False"))
     layout, rank = sequences.layout, context.group.rank
     gather = partial(_gathered, context=context, layout=layout)
     args, kwargs = _with_full_mask(self, sequences, layout.num_tokens(rank), args, kwargs)
     args = tuple(map(gather, args))
     kwargs = {name: value if name == _MASK else gather(value) for name, value in kwargs.items()}
-    with _on_all_tokens(sequences, planned.region, partial(_selected, layout=layout, rank=rank)):
-        stock = planned.stock or MethodType(type(self).forward, self)
+    with _on_all_tokens(sequences, attention.region, partial(_selected, layout=layout, rank=rank)):
+        stock = attention.stock or MethodType(type(self).forward, self)
         out = stock(*args, **kwargs)
-    context.attended.add(planned.fqn)
+    context.attended.add(attention.fqn)
     out = _selected(out, layout, rank)
     context.attach(sequences, out[0] if isinstance(out, (tuple, list)) else out)
     return out

@@ -56,31 +56,31 @@ def interface(
 
     Raises: ModelError `unplanned-attention`, `given-mask`, `attention-dropout`, `attention-argument`.
     """
-    planned = _planned_attention(module)
+    attention = _planned_attention(module)
     if attention_mask is not None:
-        raise _mask_refused(planned.fqn)
+        raise _mask_refused(attention.fqn)
     for name, argument in others.items():
         if name in _CHANGES_ATTENTION and argument is not None:
-            what = f"{planned.fqn} passes {name} to its attention, which is not supported over cp"
+            what = f"{attention.fqn} passes {name} to its attention, which is not supported over cp"
             raise ModelError(Problem("attention-argument", what, fix="leave this model off cp"))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    masking = masking_of(planned, query, causal=causal, window=sliding_window, scale=scaling, softcap=softcap)
-    drops = _dropout_of(module, planned, query, key, dropout)
-    return attend(planned, query, key, value, masking, drops, s_aux).transpose(1, 2).contiguous(), None
+    masking = masking_of(attention, query, causal=causal, window=sliding_window, scale=scaling, softcap=softcap)
+    drops = _dropout_of(module, attention, query, key, dropout)
+    return attend(attention, query, key, value, masking, drops, s_aux).transpose(1, 2).contiguous(), None
 
 
 def forward_over_context(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of an attention module that calls `scaled_dot_product_attention`."""
-    planned = self._applied.attention
-    with AttentionCalls(partial(_sdpa, self, planned)):
-        if planned.stock is None:
+    attention = self._applied.attention
+    with AttentionCalls(partial(_sdpa, self, attention)):
+        if attention.stock is None:
             return type(self).forward(self, *args, **kwargs)
-        return planned.stock(*args, **kwargs)
+        return attention.stock(*args, **kwargs)
 
 
 def _sdpa(
     module: nn.Module,
-    planned: ContextAttention,
+    attention: ContextAttention,
     query: T,
     key: T,
     value: T,
@@ -92,12 +92,12 @@ def _sdpa(
 ) -> T:
     """With the parameters of `scaled_dot_product_attention`."""
     if attn_mask is not None:
-        raise _mask_refused(planned.fqn)
+        raise _mask_refused(attention.fqn)
     if query.ndim != 4:
-        what = f"{planned.fqn} attends with queries {list(query.shape)}"
+        what = f"{attention.fqn} attends with queries {list(query.shape)}"
         raise ModelError(Problem("wrong-rows", what, fix="attention over cp takes [batch, heads, tokens, width]"))
-    masking = masking_of(planned, query, causal=is_causal, window=None, scale=scale, softcap=None)
-    return attend(planned, query, key, value, masking, _dropout_of(module, planned, query, key, dropout_p))
+    masking = masking_of(attention, query, causal=is_causal, window=None, scale=scale, softcap=None)
+    return attend(attention, query, key, value, masking, _dropout_of(module, attention, query, key, dropout_p))
 
 
 def refuse_unplanned(context: Context, *args: Any, **kwargs: Any) -> T:
@@ -109,11 +109,11 @@ def refuse_unplanned(context: Context, *args: Any, **kwargs: Any) -> T:
 
 
 def _planned_attention(module: nn.Module) -> ContextAttention:
-    planned = attention_of(module)
-    if planned is None:
+    attention = attention_of(module)
+    if attention is None:
         what = f"a {type(module).__name__} calls attention, and no rule of the plan names it"
         raise ModelError(Problem("unplanned-attention", what, fix="name it under `attention:`"))
-    return planned
+    return attention
 
 
 def _mask_refused(fqn: str) -> ModelError:
@@ -122,7 +122,7 @@ def _mask_refused(fqn: str) -> ModelError:
     return ModelError(Problem("given-mask", what, fix=fix))
 
 
-def _dropout_of(module: nn.Module, planned: ContextAttention, query: T, key: T, p: float) -> WeightDropout | None:
+def _dropout_of(module: nn.Module, attention: ContextAttention, query: T, key: T, p: float) -> WeightDropout | None:
     """The dropout of the attention weights of a call, whose number among the module's calls is that of the unsharded
     model.
 
@@ -132,7 +132,7 @@ def _dropout_of(module: nn.Module, planned: ContextAttention, query: T, key: T, 
         return None
     dropout = as_instance(applied(module).dropout, ModuleDropout)
     if dropout is None or not dropout.sites.scopes:
-        what = f"{planned.fqn} drops attention weights (p = {p}), and nothing says which"
+        what = f"{attention.fqn} drops attention weights (p = {p}), and nothing says which"
         fix = "install_dropout(model, seed) after the model is put on cp; or a rate of 0"
         raise ModelError(Problem("attention-dropout", what, fix=fix))
     return dropout.sites.of_weights(dropout.sites.scopes[-1].call_site(), query, key, p)

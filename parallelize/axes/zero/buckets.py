@@ -202,7 +202,7 @@ class BufferPool:
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _BufferRows:
     """Where one parameter's gradient is in each rank's part of a flat buffer."""
 
     rows: int
@@ -227,12 +227,12 @@ class ReduceScatterBucket(Bucket):
         self.groups = [group for group in self.groups if group.size > 1]
         self.shard, self.specs, self.pool = shard, specs, pool
         self.num_ranks *= shard.size
-        self.slots: list[_Slot] = []
+        self.rows: list[_BufferRows] = []
         self.size = 0
         for param in self.params:
             rows, width = matrix_shape(to_local(param).shape)
-            self.slots.append(_Slot(rows, width, -(-rows // shard.size), self.size))
-            self.size = self.slots[-1].stop
+            self.rows.append(_BufferRows(rows, width, -(-rows // shard.size), self.size))
+            self.size = self.rows[-1].stop
         self.sums = torch.zeros(0, dtype=self.dtype, device=self.device)  # of this rank's rows, over a step's backwards
         self.seen: set[int] = set()  # ids of parameters that have a sum
         self.shown = False  # whether `.grad` of the parameters is the sums
@@ -259,27 +259,27 @@ class ReduceScatterBucket(Bucket):
         self._output = self.pool.take(size, self.dtype, self.device)
         by_rank = self._input.view(count, size)
         by_rank[:, self.size :] = by_rank.new_tensor(self._had_grad)
-        for slot, param in zip(self.slots, self.params, strict=True):
-            self._pack(by_rank, slot, None if param.grad is None else to_local(param.grad))
+        for place, param in zip(self.rows, self.params, strict=True):
+            self._pack(by_rank, place, None if param.grad is None else to_local(param.grad))
             param.grad = None
         self.pending = [_reduce_scatter(self._output, self._input, self.shard, self.pool)]
 
-    def _pack(self, by_rank: T, slot: _Slot, grad: T | None) -> None:
+    def _pack(self, by_rank: T, place: _BufferRows, grad: T | None) -> None:
         """Copy a gradient into the buffer, the rows of each rank to that rank's part; zeros for None and for
         padding."""
-        count, part = self.shard.size, by_rank[:, slot.offset : slot.stop]
+        count, part = self.shard.size, by_rank[:, place.offset : place.stop]
         if grad is None:
             part.zero_()
             return
-        flat = grad.reshape(slot.rows, slot.width)
-        if slot.rows == count * slot.rows_per_rank:
-            part.copy_(flat.reshape(count, slot.rows_per_rank * slot.width))
+        flat = grad.reshape(place.rows, place.width)
+        if place.rows == count * place.rows_per_rank:
+            part.copy_(flat.reshape(count, place.rows_per_rank * place.width))
             return
         part.zero_()
         for rank in range(count):
-            start, stop = even_interval(slot.rows, count, rank)
+            start, stop = even_interval(place.rows, count, rank)
             if stop > start:
-                part[rank, : (stop - start) * slot.width].copy_(flat[start:stop].reshape(-1))
+                part[rank, : (stop - start) * place.width].copy_(flat[start:stop].reshape(-1))
 
     def land(self) -> None:
         """Wait for the reduce-scatter, reduce over the other groups, and add the result to the sums."""
@@ -301,10 +301,10 @@ class ReduceScatterBucket(Bucket):
 
     def _sum_of(self, n: int) -> T:
         """The sums of this rank's rows of parameter `n`, as a view."""
-        slot = self.slots[n]
-        start, stop = even_interval(slot.rows, self.shard.size, self.shard.rank)
+        place = self.rows[n]
+        start, stop = even_interval(place.rows, self.shard.size, self.shard.rank)
         shape = to_local(self.params[n]).shape
-        return self.sums[slot.offset : slot.offset + (stop - start) * slot.width].view(stop - start, *shape[1:])
+        return self.sums[place.offset : place.offset + (stop - start) * place.width].view(stop - start, *shape[1:])
 
     def show(self) -> None:
         """Set `.grad` of the parameters to the sums: DTensors that the data axis shards too."""

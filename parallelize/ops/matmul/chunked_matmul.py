@@ -30,7 +30,7 @@ from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange, Step
 from parallelize.comm.turns import yield_turn
 from parallelize.ops.matmul.op_handshake import OpAgreement
-from parallelize.ops.matmul.row_chunks import Box, RowChunks, RowGather, as_rows, flat, row_chunks_of, take
+from parallelize.ops.matmul.row_chunks import RowBox, RowChunks, RowGather, as_rows, flat, row_chunks_of, take
 
 T = torch.Tensor
 _HALF = (torch.float16, torch.bfloat16)
@@ -107,12 +107,12 @@ class MatmulSum:
         assert like is not None
         return like.new_empty(shape)
 
-    def by_rows(self, dim: int) -> Callable[[Box, T], None]:
+    def by_rows(self, dim: int) -> Callable[[RowBox, T], None]:
         """A function that computes a box of the sum, seen as [outer, rows, inner], into a tensor of the box's shape."""
         lefts = [(as_rows(left, dim), right) for left, right in self.pairs]
         base = None if self.base is None else as_rows(self.base, dim)
 
-        def compute(box: Box, out: T) -> None:
+        def compute(box: RowBox, out: T) -> None:
             rest = lefts
             if base is not None:
                 out.copy_(take(base, box))
@@ -142,7 +142,7 @@ def all_gather_matmul(
     group: Group,
     *,
     steps: int,
-    on_arrival: Callable[[int, T, Box, int], None] | None = None,
+    on_arrival: Callable[[int, T, RowBox, int], None] | None = None,
     line: str = "",
     keep: bool = True,
 ) -> tuple[list[T], T]:
@@ -163,7 +163,7 @@ def all_gather_matmul(
     outs = [x.new_empty((*shape[:-1], right.shape[1]), dtype=right.dtype) for right in rights]
     views, guard = [as_rows(out, dim) for out in outs], _FailureGuard()
 
-    def multiply(rows: T, box: Box) -> None:
+    def multiply(rows: T, box: RowBox) -> None:
         for view, right, bias in zip(views, rights, biases, strict=True):
             matmul(rows, right, bias, take(view, box))
 
@@ -207,7 +207,7 @@ class _Contributions:
                 buffers[step][rank] = like.new_empty((b - a, hi - lo, like.shape[2]))
         return buffers
 
-    def compute_box(self, box: Box, out: T) -> None:
+    def compute_box(self, box: RowBox, out: T) -> None:
         self.guard.run(partial(self.compute, box, out), out)
 
     def compute_full(self, full: T) -> None:

@@ -30,7 +30,7 @@ from parallelize.ops.library import define, fake
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
 from parallelize.ops.matmul.chunked_matmul import MatmulSum, Thunk
 from parallelize.ops.matmul.op_handshake import agree_on_first
-from parallelize.ops.matmul.row_chunks import Box, RowGather, as_rows, flat, merged, take
+from parallelize.ops.matmul.row_chunks import RowBox, RowGather, as_rows, flat, merged, take
 
 T = torch.Tensor
 _WGRAD_CHUNKS = 4  # chunks of a weight gradient that is computed between the steps of an all-reduce
@@ -186,9 +186,9 @@ def _linear_reduce_scatter_backward(
         dxs, full_grad = _gather(algorithm)(grad, rights, [None] * len(rights), dim, full, group, line=line)
         return [*dxs, *([_weight_gradient_of(full_grad, x, weight)] if weight_grad else []), full_grad]
     dw = torch.empty_like(weight)
-    waiting: dict[int, list[Box]] = {rank: [] for rank in range(group.size)}
+    waiting: dict[int, list[RowBox]] = {rank: [] for rank in range(group.size)}
 
-    def add(rank: int, gathered: T, box: Box, remaining: int) -> None:
+    def add(rank: int, gathered: T, box: RowBox, remaining: int) -> None:
         """Add the contribution of rows to the weight gradient: local rows first, then each other rank's rows in two
         parts. The second part is the rank's last chunk, so that little is left to compute when everything has
         arrived."""

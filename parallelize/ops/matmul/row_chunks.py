@@ -23,7 +23,7 @@ from parallelize.comm.turns import yield_turn
 from parallelize.ops.matmul.op_handshake import OpAgreement
 
 T = torch.Tensor
-Box = tuple[int, int, int, int]
+RowBox = tuple[int, int, int, int]
 """outer start and stop, row start and stop"""
 
 
@@ -59,18 +59,18 @@ class RowChunks:
         """Every other rank, starting with the next one, so that the ranks do not all send to the same rank first."""
         return tuple((rank + n) % self.size for n in range(1, self.size))
 
-    def chunks(self, rank: int) -> tuple[Box, ...]:
+    def chunks(self, rank: int) -> tuple[RowBox, ...]:
         """The chunks of `rank`'s shard, one per step, in rows of the full tensor."""
         return _chunks(self, rank)
 
-    def local_chunks(self, rank: int) -> tuple[Box, ...]:
+    def local_chunks(self, rank: int) -> tuple[RowBox, ...]:
         """The chunks of `rank`'s shard, one per step, in rows of the shard."""
         start, _ = self.interval(rank)
         return tuple((a, b, lo - start, hi - start) for a, b, lo, hi in _chunks(self, rank))
 
 
 @lru_cache(maxsize=4096)
-def _chunks(layout: RowChunks, rank: int) -> tuple[Box, ...]:
+def _chunks(layout: RowChunks, rank: int) -> tuple[RowBox, ...]:
     start, stop = layout.interval(rank)
     outer = [layout.outer * n // layout.outer_splits for n in range(layout.outer_splits + 1)]
     rows = [start + (stop - start) * n // layout.row_splits for n in range(layout.row_splits + 1)]
@@ -97,7 +97,7 @@ def as_rows(x: T, dim: int) -> T:
     return x.reshape(prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :]))
 
 
-def take(x: T, box: Box) -> T:
+def take(x: T, box: RowBox) -> T:
     """A box of [outer, rows, inner], as a view."""
     a, b, lo, hi = box
     return x[a:b, lo:hi]
@@ -108,9 +108,9 @@ def flat(x: T) -> T:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
-def merged(boxes: list[Box]) -> list[Box]:
+def merged(boxes: list[RowBox]) -> list[RowBox]:
     """Boxes in order, with neighbors that form one box merged."""
-    out: list[Box] = []
+    out: list[RowBox] = []
     for a, b, lo, hi in boxes:
         if out and out[-1][:2] == (a, b) and out[-1][3] == lo:
             out[-1] = (a, b, out[-1][2], hi)
@@ -193,7 +193,7 @@ class RowGather:
             if error[1] is not None:
                 self.exchange.drain()  # the block's own error is the one to raise
 
-    def arrivals(self) -> Iterator[tuple[int, Box, int]]:
+    def arrivals(self) -> Iterator[tuple[int, RowBox, int]]:
         """(rank, box, number of chunks still to come from that rank): local rows at once, others as they arrive."""
         yield self.group.rank, self.local_box, 0
         yield_turn()

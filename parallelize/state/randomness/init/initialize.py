@@ -23,12 +23,12 @@ from parallelize.plan.pattern import check_pattern, generic, matches
 from parallelize.state.meta_buffers import allocate
 from parallelize.state.randomness.init.distributions import Distribution
 from parallelize.state.randomness.init.recorder import (
-    Box,
     Computed,
     Fill,
     Fills,
     Initialization,
     Recipe,
+    Slices,
     Unknown,
     record_initialization,
 )
@@ -238,7 +238,7 @@ def _draw_local(
 # Write a distribution, or a full tensor, into the slices that a rank stores.
 
 
-def draw_into(stored: StoredTensor, box: Box, distribution: Distribution, key: Key) -> None:
+def draw_into(stored: StoredTensor, box: Slices, distribution: Distribution, key: Key) -> None:
     """Draw this rank's elements of a box of the full tensor: element i of the full tensor gets number i of the key."""
     for pair in stored.slices:
         local, full = _intersection(pair, box)
@@ -286,7 +286,7 @@ def clear_padding(stored: StoredTensor) -> None:
         stored.local.zero_()
 
 
-def _intersection(pair: SlicePair, box: Box) -> tuple[Box, Box]:
+def _intersection(pair: SlicePair, box: Slices) -> tuple[Slices, Slices]:
     """The part of a slice that is in a box, as (local, full) slices."""
     local, full = [], []
     for local_side, full_side, box_side in zip(pair.local, pair.full, box, strict=True):

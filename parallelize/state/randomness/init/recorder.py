@@ -190,14 +190,14 @@ def record_initialization() -> Iterator[Recorder]:
 # by running its ops. Everything else is `Unknown`, with a reason.
 
 
-Box = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Fill:
     """A distribution over a box of the full tensor."""
 
-    box: Box
+    box: Slices
     distribution: Distribution
 
 
@@ -377,7 +377,7 @@ def _affine(op: RecordedOp) -> tuple[float, float]:
     )
 
 
-def _box(view: View, tensor: View) -> Box | None:
+def _box(view: View, tensor: View) -> Slices | None:
     """The block of a tensor that a view of the same storage covers; None if it covers no block.
 
     Compares offsets and strides: along each dim of the tensor, the view has an interval or a single index.

@@ -35,7 +35,7 @@ _LEFT, _TOP = 76.0, 30.0
 _MAX_BOXES = 1200  # that are drawn one by one, with a tooltip each
 _MIN_BOX_WIDTH = 1.2  # in units of the picture; narrower neighbors of one color are merged
 
-Box = tuple[float, float, str, str]  # start, stop, fill, label
+Bar = tuple[float, float, str, str]  # start, stop, fill, label
 
 
 def draw_pipeline(timeline: Timeline, title: str, end: float = 0.0) -> str:
@@ -61,7 +61,7 @@ def draw_pipeline(timeline: Timeline, title: str, end: float = 0.0) -> str:
     return picture(facts, width, bottom + 2, [*body, *key])
 
 
-def _separate_boxes(boxes: list[Box], y: float, lane: float, across: float) -> list[str]:
+def _separate_boxes(boxes: list[Bar], y: float, lane: float, across: float) -> list[str]:
     body = []
     for start, stop, fill, label in boxes:
         x, width = _LEFT + start * across, (stop - start) * across
@@ -73,7 +73,7 @@ def _separate_boxes(boxes: list[Box], y: float, lane: float, across: float) -> l
     return body
 
 
-def _paths(boxes: list[Box], y: float, lane: float, across: float) -> list[str]:
+def _paths(boxes: list[Bar], y: float, lane: float, across: float) -> list[str]:
     """One path per color: a tenth of the bytes, without tooltips."""
     paths: dict[str, list[str]] = {}
     for start, stop, fill, _ in boxes:
@@ -82,9 +82,9 @@ def _paths(boxes: list[Box], y: float, lane: float, across: float) -> list[str]:
     return [f'<path d="{"".join(parts)}" class="{fill} frame"/>' for fill, parts in paths.items()]
 
 
-def _merged(timeline: Timeline, rank: int, across: float) -> Iterator[Box]:
+def _merged(timeline: Timeline, rank: int, across: float) -> Iterator[Bar]:
     """The boxes of a rank. across: units of the picture per second."""
-    previous: Box | None = None
+    previous: Bar | None = None
     stages = sorted({action.stage for action, _, _ in timeline.spans[rank]})
     for action, start, stop in timeline.spans[rank]:
         fill = _fill(action.kind, stages.index(action.stage), len(stages))
@@ -100,7 +100,7 @@ def _merged(timeline: Timeline, rank: int, across: float) -> Iterator[Box]:
         yield previous
 
 
-def _can_merge(first: Box, second: Box, across: float) -> bool:
+def _can_merge(first: Bar, second: Bar, across: float) -> bool:
     """Whether two boxes have one color, touch, and are narrow together."""
     touch = second[0] - first[1] < 1e-12
     return first[2] == second[2] and touch and (second[1] - first[0]) * across < _MIN_BOX_WIDTH

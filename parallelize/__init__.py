@@ -171,6 +171,8 @@ if TYPE_CHECKING:
     from parallelize.tools.verification.compare import Verification as Verification
     from parallelize.tools.verification.verify import assert_verified as assert_verified
     from parallelize.tools.verification.verify import verify as verify
+    from parallelize.training.apply_axes import parallelize_model as parallelize_model
+    from parallelize.training.apply_plan import parallelize_module as parallelize_module
     from parallelize.training.data.collate import collate_rows as collate_rows
     from parallelize.training.data.global_batches import GlobalBatches as GlobalBatches
     from parallelize.training.data.iterable_batches import IterableBatches as IterableBatches
@@ -178,8 +180,6 @@ if TYPE_CHECKING:
     from parallelize.training.data.packing import FittedRows as FittedRows
     from parallelize.training.data.packing import PackedDocuments as PackedDocuments
     from parallelize.training.data.packing import PackedRows as PackedRows
-    from parallelize.training.parallelize_model import parallelize_model as parallelize_model
-    from parallelize.training.parallelize_module import parallelize_module as parallelize_module
     from parallelize.training.trainers.sft import ParallelSFTTrainer as ParallelSFTTrainer
     from parallelize.training.trainers.trainer import ParallelTrainer as ParallelTrainer
     from parallelize.watchdog.watching import Watch as Watch

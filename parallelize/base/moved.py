@@ -49,7 +49,7 @@ MOVED = {
     "axes.tensor.install.added_adapters": "adapters.added_adapters",
     "axes.tensor.install.peft_prompts": "adapters.prompts",
     "axes.pipeline.stage_adapters": "adapters.stage_adapters",
-    "apply": "training.parallelize_module",
+    "apply": "training.apply_plan",
     "tensor": "axes.tensor",
     "zero": "axes.zero",
     "context": "axes.context",

@@ -30,6 +30,20 @@ def test_a_module_is_one_object_under_both_names(name):
     assert current.__spec__.name == current.__name__ == new_name(name)
 
 
+def test_both_entry_functions_are_found_where_they_once_stood():
+    from parallelize.apply import parallelize_module
+
+    from parallelize.training import parallelize_model
+
+    assert parallelize_model is parallelize.parallelize_model and parallelize_module is parallelize.parallelize_module
+    import_module("parallelize.training.apply_axes")
+    from parallelize.training import parallelize_model as again
+
+    assert again is parallelize_model
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        parallelize.training.nothing  # noqa: B018
+
+
 def test_the_names_of_the_table_are_gone_and_what_they_are_now_is_there():
     for old, new in MOVED.items():
         paths = [ROOT.joinpath(*name.split(".")) for name in (old, new)]

@@ -20,7 +20,7 @@ from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, targets
 from parallelize.state.full_values import full_parameter
 from parallelize.state.stored_slices import data_rank
-from parallelize.training.parallelize_model import parallelize_model
+from parallelize.training.apply_axes import parallelize_model
 from tests.support.models import tiny_batch, tiny_model
 
 OVERRIDES = {"llama": {"num_key_value_heads": 2}, "gpt2": {}, "phi3": {"num_key_value_heads": 2}}

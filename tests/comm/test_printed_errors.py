@@ -50,9 +50,9 @@ def test_an_error_of_the_package_names_the_lines_of_the_caller(error_file, capsy
     uncaught(a_mistake)
     text = capsys.readouterr().err
     assert "parallelize_module(Block(), mesh, RULES, **options)" in text and "MeshError: no-tp-axis" in text
-    assert "parallelize/training/parallelize_module.py" not in text and "/torch/" not in text
+    assert "parallelize/training/apply_plan.py" not in text and "/torch/" not in text
     assert len(text.splitlines()) < 16, text
-    assert "parallelize/training/parallelize_module.py" in caplog.text
+    assert "parallelize/training/apply_plan.py" in caplog.text
     block = last_block(error_file)
     assert all(line.removeprefix("[rank0]: ") in block for line in text.splitlines()), block  # a prefix of torch's hook
 

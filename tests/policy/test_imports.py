@@ -126,7 +126,7 @@ TYPES_ONLY = {
     "checkpoint.run.load_checkpoint": "the class that it describes is only named",
     "checkpoint.tools.commands": COMMAND,
     "plan.option_keywords": "dtypes of torch, and a plan file is checked without torch",
-    "training.parallelize_model": "a type of typing_extensions in older versions of Python",
+    "training.apply_axes": "a type of typing_extensions in older versions of Python",
     "tools.verification.verify": "a type of typing_extensions in older versions of Python",
 }
 

@@ -93,6 +93,7 @@ def test_every_published_model_resolves_or_is_refused_for_its_own_numbers(name):
 
 
 @pytest.mark.sweep
+@pytest.mark.processes  # transformers looks for ninja where it builds an rwkv
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_default_config_resolves_or_is_refused_for_its_own_numbers(model_type):
     if model_type in NOT_BUILT:

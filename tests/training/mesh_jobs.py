@@ -15,7 +15,7 @@ from parallelize.axes.zero.optimizer import build_optimizer
 from parallelize.axes.zero.shard_data import shard_data
 from parallelize.base.errors import ParallelizeError
 from parallelize.plan.schema import Cuts
-from parallelize.training.parallelize_model import parallelize_model
+from parallelize.training.apply_axes import parallelize_model
 from tests.axes.pipeline.behavior_jobs import BLOCKS, FailingBlock
 from tests.axes.pipeline.pipeline_jobs import build, full_value, reference
 from tests.support.models import tiny_batch, tiny_model

@@ -35,8 +35,8 @@ from parallelize.ops.matmul.calibrate import peak_flops
 from parallelize.plan.models.model_source import ModelSource, read_model
 from parallelize.plan.models.transformers_models import class_of
 from parallelize.state.randomness.init.initialize import build_on_meta
+from parallelize.training.apply_axes import parallelize_model
 from parallelize.training.data.global_batches import GlobalBatches
-from parallelize.training.parallelize_model import parallelize_model
 
 
 @dataclass(frozen=True)

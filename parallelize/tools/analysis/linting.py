@@ -29,7 +29,7 @@ from parallelize.tools.analysis.findings import dims_findings, gathered_over_cp,
 from parallelize.tools.analysis.record.layer_dedup import drop_represented, layer_classes
 from parallelize.tools.analysis.record.shapes import CallShapes, ForwardShapes, Shape, fake_mesh, forward_shapes
 from parallelize.tools.analysis.subject import Subject
-from parallelize.training.parallelize_module import parallelize_module
+from parallelize.training.apply_plan import parallelize_module
 
 _OF_OPERATIONS = ("mixed-sequence", "mixed-features", "divided-features")  # which name the line that is wrong
 BATCH, SEQUENCE = 2, 24  # of the forward on meta; the sequence is rounded up to a multiple of tp

@@ -32,7 +32,7 @@ from parallelize.tools.verification.precision import computing_in, widen_recompu
 from parallelize.tools.verification.reference import LEARNING_RATE, InputGradients, logits_of
 from parallelize.tools.verification.relations import error_of
 from parallelize.tools.verification.user_errors import location_of, summary
-from parallelize.training.parallelize_model import parallelize_model
+from parallelize.training.apply_axes import parallelize_model
 
 T = torch.Tensor
 

@@ -16,7 +16,7 @@ from parallelize.axes.pipeline.engine import Pipeline
 from parallelize.axes.pipeline.ties import tie_parameters
 from parallelize.base.errors import ParallelizeError
 from parallelize.plan.schema import Cuts
-from parallelize.training.parallelize_model import parallelize_model
+from parallelize.training.apply_axes import parallelize_model
 from tests.axes.pipeline.pipeline_jobs import build, full_value, reference
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst

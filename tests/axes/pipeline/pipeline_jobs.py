@@ -15,7 +15,7 @@ from parallelize.axes.pipeline.engine import Pipeline
 from parallelize.axes.pipeline.ties import tie_parameters
 from parallelize.plan.schema import Cuts
 from parallelize.state.records import record_of
-from parallelize.training.parallelize_model import parallelize_model
+from parallelize.training.apply_axes import parallelize_model
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import TOLERANCE, loss_of, worst
 

@@ -273,6 +273,9 @@ def test_another_formula_is_refused(monkeypatch):
         on_mesh(model, {"dp": 2}, None)
     with pytest.raises(ModelError, match="router-loss"):
         on_mesh(model, {"pp": 2}, None)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    with pytest.raises(ModelError, match="router-loss"):
+        run_ranks(2, lambda rank: shard_data(copies[rank], build_mesh("cpu", dp=2)))
 
 
 def test_asked_for_in_a_call():

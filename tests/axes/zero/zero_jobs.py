@@ -17,7 +17,7 @@ from parallelize.axes.zero.optimizer import build_optimizer
 from parallelize.axes.zero.shard_data import data_of, shard_data
 from parallelize.axes.zero.state_bytes import bytes_per_rank
 from parallelize.base.errors import ParallelizeError
-from parallelize.training.parallelize_model import parallelize_model
+from parallelize.training.apply_axes import parallelize_model
 from tests.axes.pipeline.pipeline_jobs import build, full_value
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst

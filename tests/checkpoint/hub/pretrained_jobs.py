@@ -20,7 +20,7 @@ from parallelize.axes.pipeline.parallel_model import ParallelModel
 from parallelize.axes.zero.buckets import to_local
 from parallelize.base.errors import ParallelizeError
 from parallelize.state.randomness.init.initialize import build_on_meta
-from parallelize.training.parallelize_model import parallelize_model
+from parallelize.training.apply_axes import parallelize_model
 from tests.checkpoint.checkpoint_jobs import full
 from tests.support.models import tiny_model
 

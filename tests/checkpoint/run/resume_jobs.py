@@ -19,7 +19,7 @@ from parallelize.axes.pipeline.parallel_model import ParallelModel
 from parallelize.base.errors import ParallelizeError
 from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.run.checkpointer import Checkpointer
-from parallelize.training.parallelize_model import parallelize_model
+from parallelize.training.apply_axes import parallelize_model
 from tests.axes.zero.zero_jobs import OPTIMIZERS
 from tests.checkpoint.checkpoint_jobs import built, different, everything, train
 from tests.support import device

@@ -10,7 +10,7 @@ from torch import nn
 from parallelize.axes.zero.data_guards import watch_optimizers
 from parallelize.state.guards import guard_table
 from parallelize.state.guards.guard_table import GIVEN, GUARDS, MOMENTS, PLANNED, Guard, Guarded, set_up
-from parallelize.training import parallelize_model
+from parallelize.training.apply_axes import parallelize_model
 from tests.policy.sources import PATHS
 
 assert parallelize_model and watch_optimizers  # their rooms have added their tables

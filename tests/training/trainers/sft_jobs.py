@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from parallelize import build_mesh
-from parallelize.training.parallelize_model import parallelize_model
+from parallelize.training.apply_axes import parallelize_model
 from parallelize.training.trainers.sft import ParallelSFTTrainer
 from tests.support.models import tiny_model
 from tests.training.trainers import trainer_jobs as jobs

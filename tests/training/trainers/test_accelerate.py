@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from parallelize import build_mesh
 from parallelize.base.errors import ParallelizeError
-from parallelize.training.parallelize_model import parallelize_model
+from parallelize.training.apply_axes import parallelize_model
 from tests.support.models import tiny_model
 from tests.training.trainers.trainer_jobs import launched, rows
 

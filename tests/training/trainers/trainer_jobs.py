@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import TrainerCallback
 
 from parallelize import build_mesh
+from parallelize.training.apply_axes import parallelize_model
 from parallelize.training.data.packing import FittedRows
-from parallelize.training.parallelize_model import parallelize_model
 from tests.axes.tensor.install.adapted_models import adapted_model
 from tests.support.models import tiny_model
 

@@ -45,7 +45,7 @@ from parallelize.tools.analysis.record.attention_model import forwards_on_meta
 from parallelize.tools.analysis.record.layer_dedup import LayerClasses, Marks, drop_represented, is_regular, segments_of
 from parallelize.tools.analysis.record.trace_data import OUTSIDE, MicrobatchTrace, StageBoundary
 from parallelize.tools.analysis.record.tracing import Event, MeshAxes, Scopes, Tracer
-from parallelize.training.parallelize_module import apply_plan
+from parallelize.training.apply_plan import apply_plan
 
 T = torch.Tensor
 RECORDED_OPTIONS = (

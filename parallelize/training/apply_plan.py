@@ -365,8 +365,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
 
 
 def _serve(module: nn.Module) -> None:
-    """What stock code does with a model, for a planned one: state dicts, generation, moves, later adapters, and so
-    on."""
+    """What stock code does with a model, for a planned one: state dicts, generation, moves, compilers, resizing."""
     install_state_hooks(module)
     install_generation(module)
     guard_buffers(module)

@@ -48,7 +48,7 @@ from parallelize.state.randomness.dropout.install import drops, install_draws, i
 from parallelize.state.randomness.init.initialize import initialize as draw
 from parallelize.state.records import pipeline_cut
 from parallelize.state.sharding import Storage
-from parallelize.training.parallelize_module import apply_plan, check_by_trace
+from parallelize.training.apply_plan import apply_plan, check_by_trace
 from parallelize.watchdog.watching import name_in_watch
 
 if TYPE_CHECKING:

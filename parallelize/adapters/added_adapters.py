@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize.adapters.full_weights import guard_peft_reads
 from parallelize.adapters.prompts import serve_local_prefixes
 from parallelize.axes.tensor.install.installer import Installer
 from parallelize.axes.tensor.install.replaced_layers import plan_replaced_layers
@@ -58,7 +57,6 @@ _FIRST = "get_peft_model(model, config) first, then the plan"
 
 def plan_later_adapters(model: nn.Module) -> None:
     """Plan adapters that are added to a planned model from now on, before its next forward."""
-    guard_peft_reads()
     serve_local_prefixes()
     _watch(model)
     mark_applied(model, plan_later=plan_added)

@@ -122,7 +122,6 @@ def add_to_sharded_units() -> None:
     tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
     if tuner is not None:
         patches.replace(tuner, "inject_adapter", _resharded)
-    guard_peft_reads()
 
 
 def _resharded(stock: Callable[..., Any]) -> Callable[..., Any]:

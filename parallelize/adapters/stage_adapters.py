@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize.adapters.full_weights import guard_peft_reads
 from parallelize.axes.pipeline.absent_parameters import drop_parameters
 from parallelize.axes.pipeline.ties import mark_stages
 from parallelize.base.errors import ModelError, Problem
@@ -43,7 +42,6 @@ class StageAdapters:
 
     def __init__(self, module: nn.Module):
         self._is_changed = False
-        guard_peft_reads()
         show_absent_to_peft()
         self._watch(module)
 

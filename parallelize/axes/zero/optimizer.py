@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from types import MethodType
 from typing import Any
 
@@ -293,13 +292,8 @@ def show_parameters(built: Optimizer, shard_of: ShardOf) -> None:
         built: the optimizer.
         shard_of: the shard that is stepped as this parameter of the optimizer, or None.
     """
-    _show_in_torch()
-    _SHARDS[built] = shard_of
-
-
-@lru_cache(maxsize=1)
-def _show_in_torch() -> None:
     state_dicts.show_optimizers(_shown, _read)
+    _SHARDS[built] = shard_of
 
 
 def _shown(model: nn.Module, optimizers: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ prints both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -32,11 +31,6 @@ class Patch:
     versions: str
     begins: str = PLANNED
     ends: str = LAST_MODEL
-
-    @property
-    def library(self) -> str:
-        """torch, transformers, peft, accelerate or Python."""
-        return self.versions.split()[0]
 
 
 _PEFT = "peft 0.21"
@@ -124,6 +118,39 @@ TABLE = (
         "ranks are threads (`parallelize verify`)",
         _BLOCK,
     ),
+    Patch(
+        "torch.distributed.checkpoint.state_dict._*_optim_state_dict",
+        "saves and loads optimizers of shards",
+        "torch 2.2",
+        "an optimizer of shards is built",
+    ),
+    Patch(
+        "torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint",
+        "compiles recomputed units into one graph",
+        "torch 2.8",
+        "a model with such units is compiled",
+        "it is compiled",
+    ),
+    Patch(
+        "torch._dynamo.callback.callback_handler",
+        "gives graphs of planned models plain tensors",
+        "torch 2.3",
+        ends="`torch._dynamo.reset()`",
+    ),
+    Patch(
+        "torch.distributed.distributed_c10d._world.group_count",
+        "creates groups that ranks outside of them do not count",
+        "torch 2.1",
+        "such a group is created",
+        _BLOCK,
+    ),
+    Patch(
+        "sys.excepthook",
+        "tells ranks that wait for this one of an uncaught error",
+        "Python 3",
+        "a mesh is built, or a watch is opened",
+        "the process ends, or the watch is closed",
+    ),
     Patch("gc.get_objects", "hides objects that other threads still build", "Python 3", "ranks are threads", _BLOCK),
     Patch("torch.distributed.distributed_c10d.ProcessGroup.*", "logs collectives", "torch 1.0", **_WATCH),
     Patch("torch.*.Work.wait", "finds threads that wait", "torch 1.0", **_WATCH),
@@ -162,11 +189,7 @@ TABLE = (
 
 def row_of(target: str) -> Patch:
     """The row of a full name. Raises: LookupError for what no row has."""
-    found = next(rows_of(target), None)
+    found = next((row for row in TABLE if fnmatchcase(target, row.target)), None)
     if found is None:
         raise LookupError(f"{target} has no row in parallelize/base/patches/table.py")
     return found
-
-
-def rows_of(target: str) -> Iterator[Patch]:
-    return (row for row in TABLE if fnmatchcase(target, row.target))

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as stock
 from torch.optim import Optimizer
 
+from parallelize.base.patches import active as patches
+
 Show = Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]
 Read = Callable[[nn.Module, tuple[Any, ...], Any], Any]
 
@@ -32,7 +34,8 @@ def show_optimizers(show: Show, read: Read) -> None:
         shown = show(model, tuple(optimizers))
         load(model, shown, read(model, shown, state_dict), info)
 
-    stock._get_optim_state_dict, stock._load_optim_state_dict = get_shown, load_shown
+    patches.change(stock, "_get_optim_state_dict", lambda: get_shown, show_optimizers)
+    patches.change(stock, "_load_optim_state_dict", lambda: load_shown, show_optimizers)
 
 
 def start_state(optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -402,10 +402,16 @@ def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
     `get_total_norm`, the "total norm" (2.6), how the "lists of optimizers", of "averages" and of "clipping" are divided
     by device and dtype (2.0), the "unscaling" of `GradScaler` (1.6), "backward" or "grad" of `torch.autograd` (0.2),
     what registers "forward hooks" of modules (0.2), the insertion into a "list of modules" (1.0) or a "sequence of
-    modules" (2.0), the "redistribution" of DTensors (2.0), or the constructor of "data parallel" wrappers (1.0)."""
+    modules" (2.0), or the constructor of "data parallel" wrappers (1.0)."""
+    owner, name = _attribute(what)
+    patches.replace(owner, name, wrapper)
+
+
+@cache
+def _attribute(what: str) -> tuple[Any, str]:
     from torch.optim import optimizer, swa_utils
 
-    owner, name = {
+    return {
         "data parallel": (torch.nn.parallel.DistributedDataParallel, "__init__"),
         "backward": (torch.autograd, "backward"),
         "grad": (torch.autograd, "grad"),
@@ -417,10 +423,8 @@ def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
         "lists of optimizers": (optimizer, "_group_tensors_by_device_and_dtype"),
         "norm": (torch.nn.utils.clip_grad, "_get_total_norm"),
         "total norm": (torch.nn.utils, "get_total_norm"),
-        "redistribution": (DTensor, "redistribute"),
         "unscaling": (torch.amp.GradScaler, "_unscale_grads_"),
     }[what]
-    patches.replace(owner, name, wrapper)
 
 
 @contextmanager

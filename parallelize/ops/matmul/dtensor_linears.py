@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.overrides import TorchFunctionMode
 
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.ops.matmul.collective_matmul import column_linear, linear_all_reduce, linear_reduce_scatter
 from parallelize.ops.matmul.overlapped_linear import OverlappedLinear, algorithm_of, autocast_cast
@@ -384,7 +385,7 @@ class Gathered(DeferredDTensor):
 def defer_gathers(change: int) -> None:
     """Enter (1) or leave (-1) a block in whose thread `DTensor.redistribute` returns a `Gathered` for a gather of
     rows."""
-    private.wrap_in_torch("redistribution", _redistributing)
+    patches.replace(DTensor, "redistribute", _redistributing)
     _LOCAL.depth = getattr(_LOCAL, "depth", 0) + change
 
 

@@ -1,8 +1,8 @@
 """Guards as rows: what each refuses, by which error, and at which moments of a model's way onto a mesh it is set up.
 
 A room that has guards lists them in one table and adds it here (`add_guards`): this one,
-`axes/tensor/torch_styles/tensor_guards.py`, `axes/zero/data_guards.py` and `training/loop_guards.py`. `set_up` is the
-one place that runs them.
+`axes/tensor/torch_styles/tensor_guards.py`, `axes/zero/data_guards.py`, `adapters/adapter_guards.py` and
+`training/loop_guards.py`. `set_up` is the one place that runs them.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import gc
 import importlib
 import io
 import pickle
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -18,13 +20,15 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from parallelize import ColwiseParallel, ModelError, build_mesh, parallelize_model, parallelize_module
 from parallelize.base.patches import active as patches
-from parallelize.base.patches.table import TABLE, Patch, rows_of
+from parallelize.base.patches.table import TABLE, row_of
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.cli.environment import known_patches
-from tests.policy.sources import PATHS
+from tests.policy.sources import PATHS, nodes_of, tree_of
 from tests.support.models import tiny_model
 from tests.support.threads import run_ranks
 
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "Python")
+MODULES = ("torch", "transformers", "peft", "accelerate", "trl", "lightning", "gc", "sys")
 FOREIGN = (
     (torch.autograd, "backward"),
     (torch.autograd, "grad"),
@@ -176,9 +180,9 @@ def test_every_row_is_used_and_every_change_has_a_row():
     assert nn.Linear.forward.__module__ == "torch.nn.modules.linear"
     texts = " ".join(path.read_text() for file, path in PATHS.items() if not file.startswith("base/patches/"))
     for row in TABLE:
-        last = row.target.rpartition(".")[2].replace("*", "")
+        last = max(row.target.rpartition(".")[2].split("*"), key=len)
         assert last in texts, row.target
-        assert next(rows_of(row.target.replace("*", "x"))).why
+        assert row_of(row.target.replace("*", "x")).why and row.versions.split()[0] in LIBRARIES
     assert len({row.target for row in TABLE}) == len(TABLE)
 
 
@@ -227,6 +231,48 @@ def test_a_part_of_a_number_of_sharded_parameters_is_refused_under_zero_3_alone(
     run_ranks(2, body)
 
 
-def test_a_row_names_its_library():
-    assert Patch("x", "y", "torch 2.0").library == "torch"
-    assert {row.library for row in TABLE} == {"torch", "transformers", "peft", "accelerate", "Python"}
+def names_of_libraries(tree: ast.AST) -> set[str]:
+    """The names that a file imports from other libraries that it may change."""
+    names = set()
+    for node in nodes_of(tree):
+        if isinstance(node, ast.Import):
+            names |= {(a.asname or a.name).split(".")[0] for a in node.names if a.name.split(".")[0] in MODULES}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
+            names |= {a.asname or a.name for a in node.names}
+    return names
+
+
+def root_of(node: ast.AST) -> str:
+    """`x` of `x.a.b`, `x.a[0]` and `vars(x)[0]`."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "vars":
+        return root_of(node.args[0])
+    return getattr(node, "id", "")
+
+
+def changes_by_hand(tree: ast.AST) -> Iterator[str]:
+    """Attributes of other libraries that code sets without the registry."""
+    names = names_of_libraries(tree)
+    for node in nodes_of(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for target in (each for listed in targets for each in getattr(listed, "elts", [listed])):
+            if isinstance(target, ast.Attribute | ast.Subscript) and root_of(target) in names:
+                yield ast.unparse(target)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr" and root_of(node.args[0]) in names:
+            yield ast.unparse(node.args[0])
+
+
+def test_nothing_is_changed_beside_the_registry():
+    """What is set by hand has a row too: settings that end by themselves, and Python's hook of uncaught errors."""
+    found = {(file, name) for file, path in PATHS.items() for name in changes_by_hand(tree_of(path))}
+    assert found == {
+        ("base/patches/active.py", "sys.modules['torch']"),
+        ("base/torch_private/torch_dynamo.py", "config"),
+        ("base/torch_private/torch_groups.py", "world.group_count"),
+        ("comm/uncaught_errors.py", "sys.excepthook"),
+        ("watchdog/watching.py", "sys.excepthook"),
+    }
+    source = "import torch as t\nfrom peft import a\n"
+    source += "t.x.y = 1\na.b, c = 1, 2\nvars(t)['z'] = 1\nsetattr(a, 'n', 1)\no.p = 2"
+    assert [*changes_by_hand(ast.parse(source))] == ["t.x.y", "a.b", "vars(t)['z']", "a"]

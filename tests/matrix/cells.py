@@ -1,0 +1,202 @@
+"""One cell of the matrix: a feature alone, the same on a mesh, and what became of it."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+import traceback
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize import ParallelizeError
+from tests.matrix.axes import AXES, Axis
+from tests.matrix.feature import Feature, load_features
+from tests.matrix.kinds import KINDS, Kind
+from tests.matrix.sides import Alone, Planned, Side
+from tests.support.parity import worst
+from tests.support.threads import run_ranks
+
+Records = dict[str, torch.Tensor]
+RIGHT, REFUSED, WRONG, CRASHED = "right", "refused", "wrong", "crashed"
+_GROUPS = ("gradient", "weight")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a cell is.
+
+    Attributes:
+        word: RIGHT, REFUSED, WRONG or CRASHED.
+        detail: the slug, the error with its name, or the exception.
+        trace: of a refusal or crash, for whoever looks at it.
+    """
+
+    word: str
+    detail: str = ""
+    trace: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.word} {self.detail}".strip()
+
+
+def cells_of(feature: Feature, kind_name: str) -> list[str]:
+    """The axes on which the feature has a meaning for a kind."""
+    kind = KINDS[kind_name]
+    if not feature.serves(kind):
+        return []
+    return [name for name, axis in AXES.items() if _fits(axis, kind) and feature.on(axis)]
+
+
+def _fits(axis: Axis, kind: Kind) -> bool:
+    return not axis.mixture or "experts" in kind.traits
+
+
+def run_cell(feature_name: str, kind_name: str, axis_name: str, pool: Any = None) -> Verdict:
+    """A cell on ranks that are threads, or on the processes of a pool."""
+    feature, kind, axis = load_features()[feature_name], KINDS[kind_name], AXES[axis_name]
+    expected = reference(feature, kind_name, axis.deep)
+    return judge(feature, kind, *ranks_of(feature, kind_name, kind, axis, pool), expected)
+
+
+def ranks_of(
+    feature: Feature, kind_name: str, kind: Kind, axis: Axis, pool: Any = None
+) -> tuple[list[Records], BaseException | None]:
+    """The records of every rank, or what was raised."""
+    with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
+        models = models_of(feature, kind_name, axis.deep)
+
+        def body(rank: int) -> Records:
+            own = copy.deepcopy(models)
+            return run_side(feature, Planned(kind, own[0], folder, axis, own[1:]))
+
+        try:
+            if pool is not None:
+                return pool.run(rank_of_cell, feature.name, kind_name, axis, folder), None
+            return run_ranks(axis.world_size, body), None
+        except Exception as error:
+            return [], error
+
+
+def rank_of_cell(rank: int, feature_name: str, kind_name: str, axis: Axis, folder: str) -> Records:
+    """A rank of a cell, as a process of a pool."""
+    feature, kind = load_features()[feature_name], KINDS[kind_name]
+    own = copy.deepcopy(models_of(feature, kind_name, axis.deep))
+    return run_side(feature, Planned(kind, own[0], folder, axis, own[1:]))
+
+
+def run_side(feature: Feature, side: Side) -> Records:
+    feature.run(side)
+    side.finish()
+    return side.records
+
+
+# -- the reference ------------------------------------------------------------------------------------------------------
+
+_REFERENCES: OrderedDict[tuple[str, str, bool], Records] = OrderedDict()
+_MODELS: OrderedDict[tuple[str, str, bool], tuple[nn.Module, ...]] = OrderedDict()
+_KEPT = 64
+
+
+def reference(feature: Feature, kind_name: str, deep: bool = False) -> Records:
+    """What the feature records on one process; made once for all axes."""
+    key = (feature.name, kind_name, deep)
+    if key not in _REFERENCES:
+        kind = KINDS[kind_name]
+        if feature.one_rank:
+            (records,), error = ranks_of(feature, kind_name, kind, replace(AXES["one"], deep=deep))
+            if error is not None:
+                raise error
+        else:
+            own = copy.deepcopy(models_of(feature, kind_name, deep))
+            with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
+                records = run_side(feature, Alone(kind, own[0], folder, own[1:]))
+        _keep(_REFERENCES, key, records)
+    return _REFERENCES[key]
+
+
+def models_of(feature: Feature, kind_name: str, deep: bool) -> tuple[nn.Module, ...]:
+    """The feature's models with their weights, to be copied: building draws from the generator that threads share."""
+    key = (feature.name, kind_name, deep)
+    if key not in _MODELS:
+        names = (kind_name, *(other or kind_name for other in feature.others))
+        built = []
+        for seed, name in enumerate(names):
+            layers = KINDS[name].deep if deep else {}
+            overrides = {**layers, **feature.overrides.get("", {}), **feature.overrides.get(name, {})}
+            model = KINDS[name].build(**overrides)
+            if seed:
+                _perturb(model, seed)
+            built.append(model)
+        if feature.prepare is not None:
+            torch.manual_seed(1)
+            built[0] = feature.prepare(built[0])
+        _keep(_MODELS, key, tuple(built))
+    return _MODELS[key]
+
+
+def _perturb(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+
+def _keep(cache: OrderedDict, key: Any, value: Any) -> None:
+    cache[key] = value
+    while len(cache) > _KEPT:
+        cache.popitem(last=False)
+
+
+# -- the verdict --------------------------------------------------------------------------------------------------------
+
+
+def judge(
+    feature: Feature, kind: Kind, ranks: list[Records], error: BaseException | None, expected: Records
+) -> Verdict:
+    if error is not None:
+        return _refusal({**feature.refused, **kind.refused}, error)
+    for rank, records in enumerate(ranks):
+        problem = difference(records, expected, feature.bound, all_weights=rank == 0)
+        if problem:
+            return Verdict(WRONG, f"rank {rank}: {problem}")
+    return Verdict(RIGHT)
+
+
+def _refusal(refused: dict[str, str], error: BaseException) -> Verdict:
+    trace = "".join(traceback.format_exception(error))
+    slugs = list(error.slugs) if isinstance(error, ParallelizeError) else re.findall(_SLUG_IN_TEXT, str(error))
+    for slug in slugs:
+        if slug in refused:
+            return Verdict(REFUSED, slug, trace)
+    first = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
+    return Verdict(CRASHED, f"{type(error).__name__}: {first}", trace)
+
+
+_SLUG_IN_TEXT = re.compile(r"\b([a-z]+(?:-[a-z0-9]+)+): ")
+
+
+def difference(records: Records, expected: Records, bound: float, all_weights: bool) -> str:
+    """What differs between a rank and the reference; empty where nothing does."""
+    wanted = {name: value for name, value in expected.items() if all_weights or not name.startswith("weight ")}
+    if records.keys() - expected.keys() or wanted.keys() - records.keys():
+        missing, more = sorted(wanted.keys() - records.keys()), sorted(records.keys() - expected.keys())
+        return f"names: {len(missing)} missing {missing[:2]}, {len(more)} more {more[:2]}"
+    groups: dict[str, list[str]] = {}
+    for name in records:
+        prefix = name.partition(" ")[0]
+        groups.setdefault(prefix if prefix in _GROUPS else name, []).append(name)
+    for names in groups.values():
+        actual = {name: records[name].double() for name in names}
+        if shapes := [n for n in names if actual[n].shape != expected[n].shape]:
+            return f"{shapes[0]} is {list(actual[shapes[0]].shape)} for {list(expected[shapes[0]].shape)}"
+        if not all(value.isfinite().all() for value in actual.values()):
+            return f"{names[0]} or another of its group is not finite"
+        error, name = worst(actual, {name: expected[name].double() for name in names})
+        if error > bound:
+            return f"{name} differs by {error:.1e}"
+    return ""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from tests.matrix.cells import CRASHED, Verdict
+from tests.matrix.cells import CRASHED, Verdict, run_cell
 from tests.matrix.verdicts import Cell
+from tests.support.processes import server_context
 
+Job = Callable[[str, str, str], Verdict]
 TIMEOUT_S = 120.0
 _START_S = 120.0  # what a worker may take to import everything
 _CELLS = 400  # of one worker, before a fresh one takes its place
@@ -38,14 +39,18 @@ class _Worker:
 
 
 def run_cells(
-    cells: list[Cell], workers: int = 2, seconds: float | None = None, timeout_s: float = TIMEOUT_S
+    cells: list[Cell],
+    workers: int = 2,
+    seconds: float | None = None,
+    timeout_s: float = TIMEOUT_S,
+    job: Job = run_cell,
 ) -> Iterator[Outcome]:
     """Every cell, those of a feature and kind in one worker, which makes their reference once.
 
     Args:
         cells: to run. workers: how many processes.
         seconds: no cell begins after so many.
-        timeout_s: of one cell.
+        timeout_s: of one cell. job: what runs a cell; a function of a module.
     """
     groups: dict[tuple[str, str], deque[Cell]] = {}
     for cell in cells:
@@ -59,7 +64,7 @@ def run_cells(
                 for worker in running:
                     worker.cells = deque(list(worker.cells)[:1])
             while waiting and len(running) < workers:
-                running.append(_begin(_start(), waiting.popleft(), timeout_s + _START_S))
+                running.append(_begin(_start(job), waiting.popleft(), timeout_s + _START_S))
             soonest = min(worker.deadline for worker in running)
             ready = wait([worker.pipe for worker in running], max(soonest - time.monotonic(), 0) + 0.01)
             for worker in list(running):
@@ -103,10 +108,10 @@ def _go_on(worker: _Worker, running: list[_Worker], waiting: deque[deque[Cell]],
         running.remove(worker)
 
 
-def _start() -> _Worker:
-    context = multiprocessing.get_context("spawn")
+def _start(job: Job) -> _Worker:
+    context = server_context()
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, job), daemon=True)
     process.start()
     theirs.close()
     return _Worker(process, ours)
@@ -125,14 +130,12 @@ def _end(worker: _Worker) -> None:
     worker.process.join()
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, job: Job) -> None:
     """A worker: a cell in, its verdict and seconds out."""
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PARALLELIZE_TRACE="off")
     import warnings
 
     import torch
-
-    from tests.matrix.cells import run_cell
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -142,13 +145,13 @@ def _serve(pipe: Any) -> None:
         except EOFError:
             return
         began = time.perf_counter()
-        pipe.send((_verdict(run_cell, cell), time.perf_counter() - began))
+        pipe.send((_verdict(job, cell), time.perf_counter() - began))
 
 
-def _verdict(run_cell: Any, cell: Cell) -> Verdict:
+def _verdict(job: Job, cell: Cell) -> Verdict:
     """The verdict; a row that fails alone too is a crash of its cells."""
     try:
-        verdict = run_cell(*cell)
+        verdict = job(*cell)
     except Exception as error:
         return Verdict(CRASHED, f"{type(error).__name__} outside of the ranks: {str(error)[:160]}")
     return Verdict(verdict.word, verdict.detail, verdict.trace[-_FRAMES:])

@@ -58,10 +58,10 @@ FEATURES: dict[str, Feature] = {}
 
 
 def feature(**facts: Any) -> Callable[[Callable[[Side], None]], Callable[[Side], None]]:
-    """Makes a function of a side a row, whose name is the function's."""
+    """Makes a function of a side a row, with the function's name unless `name` is given."""
 
     def register(run: Callable[[Side], None]) -> Callable[[Side], None]:
-        name = run.__name__
+        name = facts.pop("name", run.__name__)
         assert name not in FEATURES, name
         for key in ("needs", "without"):
             facts[key] = frozenset(facts.get(key, ()))

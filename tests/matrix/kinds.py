@@ -225,7 +225,7 @@ KINDS: dict[str, Kind] = {
         _shipped("t5"),
         _pair,
         traits=frozenset({"stock", "encoder-decoder"}),
-        deep={"num_layers": 4, "num_decoder_layers": 4},
+        deep={"num_hidden_layers": 4, "num_decoder_layers": 4},
         refused={"no-attention": "a decoder that attends to the encoder's tokens has two sequences"},
     ),
     "mixture": Kind(_family("qwen3_moe", mlp_only_layers=[]), _text, traits=STOCK_TEXT | {"experts"}),

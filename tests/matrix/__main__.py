@@ -1,4 +1,4 @@
-"""The commands of the matrix: `run`, `pass`; `python -m tests.matrix COMMAND --help`."""
+"""The commands of the matrix: `run`, `pass`, `shrink`, `faults`; `python -m tests.matrix COMMAND --help`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_run, _add_pass):
+    for add in (_add_run, _add_pass, _add_shrink, _add_faults):
         add(commands)
     arguments = vars(parser.parse_args())
     return arguments.pop("call")(**arguments)
@@ -67,6 +67,41 @@ def _pass(journal: Path | None, **options) -> int:
     from tests.matrix.passes import run_pass
 
     return min(run_pass(path=journal or JOURNAL, **options), 1)
+
+
+def _add_shrink(commands) -> None:
+    small = commands.add_parser("shrink", help="a failing cell made small, and a script that shows it")
+    for name in ("feature", "kind", "axis"):
+        small.add_argument(name)
+    small.add_argument("--seconds", type=float, default=120.0, help="no smaller cell is tried after so many (120)")
+    small.set_defaults(call=_shrink)
+
+
+def _shrink(feature: str, kind: str, axis: str, seconds: float) -> int:
+    import torch
+
+    from tests.matrix.cells import REFUSED, RIGHT
+    from tests.matrix.shrink import shrink
+
+    torch.set_num_threads(1)
+    cell, verdict = shrink(feature, kind, axis, seconds)
+    print(f"{cell}: {verdict}\n\n{cell.script()}")
+    return int(verdict.word not in (RIGHT, REFUSED))
+
+
+def _add_faults(commands) -> None:
+    faults = commands.add_parser("faults", help="seeded faults of the package, and the cells that find them")
+    faults.add_argument("names", nargs="*", metavar="name", help="only these; default: all")
+    faults.add_argument("--cells", type=int, default=40, help="cells that may be run for a fault (40)")
+    faults.add_argument("--seconds", type=float, help="no fault is tried after so many")
+    faults.add_argument("--write", action="store_true", help="write tests/matrix/faults.json")
+    faults.set_defaults(call=_faults)
+
+
+def _faults(**options) -> int:
+    from tests.matrix.faults import run_faults
+
+    return run_faults(**options)
 
 
 if __name__ == "__main__":

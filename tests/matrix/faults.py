@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -57,10 +58,17 @@ class Fault:
     rows: str = "targets"
     kinds: str = "llama mixture"
 
-    def apply(self) -> None:
-        """Change the function in this process."""
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A context in which the function of this process has the fault."""
         function = function_at(self.where)
-        function.__code__ = self.code()
+        stock, function.__code__ = function.__code__, self.code()
+        _forget_results()
+        try:
+            yield
+        finally:
+            function.__code__ = stock
+            _forget_results()
 
     def code(self) -> CodeType:
         """The function with the fault. Its file must have `old` once inside of the function."""
@@ -234,11 +242,10 @@ def _serve(fault: Fault, cells: list[Cell], pipe: Any) -> None:
     for feature, kind, axis in cells:
         if load_features()[feature].one_rank:
             reference(load_features()[feature], kind, AXES[axis].deep)
-    fault.apply()
-    _forget_results()
-    for cell in cells:
-        verdict = run_cell(*cell)
-        pipe.send(Verdict(verdict.word, verdict.detail))
+    with fault.applied():
+        for cell in cells:
+            verdict = run_cell(*cell)
+            pipe.send(Verdict(verdict.word, verdict.detail))
 
 
 def _forget_results() -> None:

@@ -79,7 +79,7 @@ def for_adapters(plan: Plan, model: ModelFacts) -> Plan:
 
     Raises: PlanError `unplanned-adapter`.
     """
-    if plan.unclaimed == "leave":  # a dict of style objects names each module itself
+    if plan.on_unclaimed == "leave":  # a dict of style objects names each module itself
         return plan
     adapted, copied = adapted_layers(model), copied_layers(model)
     rules = _Rules(model, adapted, copied)
@@ -186,7 +186,7 @@ class _Rules:
         return self._copies(rule, pattern) if name in self.copied else self._parts(rule, pattern, name)
 
     def _match(self, pattern: str) -> _Matched:
-        names = [name for name in self.model.aliases if matches(pattern, name)]
+        names = [name for name in self.model.module_fqns if matches(pattern, name)]
         stock = tuple(name for name in names if name not in self.adapted and name not in self.copied)
         return _Matched(
             tuple(name for name in names if name in self.adapted),
@@ -288,10 +288,10 @@ class _Rules:
     def _of_parameter(self, rule: Rule) -> Iterator[Rule]:
         """A rule that names no adapted layer: it may name a parameter of one, or a module inside of a copied one."""
         owner, _, key = rule.pattern.rpartition(".")
-        names_modules = any(matches(rule.pattern, name) for name in self.model.aliases)
+        names_modules = any(matches(rule.pattern, name) for name in self.model.module_fqns)
         matched = self._match(owner) if owner and not names_modules else _Matched((), (), ())
         if matched.adapted or matched.copied:
-            names = [name for name in self.model.owners if matches(rule.pattern, name)]
+            names = [name for name in self.model.parameter_fqns if matches(rule.pattern, name)]
             yield from (replace(rule, pattern=name) for name in names)
             yield from (replace(rule, pattern=f"{name}.{BASE}.{key}") for name in matched.adapted)
             for name in matched.copied:

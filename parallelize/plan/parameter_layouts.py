@@ -64,7 +64,7 @@ class LayoutMaker:
             return None, Problem("bad-dim", what, rule.where)
         if not use.unit and use.chunks == use.adjacent == 1:
             layout = chunked(fact.shape, use.dim, self.tp_size)
-            return layout, self._split_heads(fact, layout, rule) if self.plan.unclaimed != "leave" else None
+            return layout, self._split_heads(fact, layout, rule) if self.plan.on_unclaimed != "leave" else None
         chunks, problem = self._chunks(fact, use, rule)
         return (None, problem) if problem else (packed(fact.shape, use.dim, self.tp_size, chunks), None)
 
@@ -221,7 +221,7 @@ class LayoutMaker:
         if count := getattr(self.model.objects[owner], groups, None) if groups else None:
             return fact.shape[0] // int(count)
         for name in filter(None, (owner, owner.rpartition(".")[0])):
-            module = self.model.objects.get(self.model.aliases.get(name, name))
+            module = self.model.objects.get(self.model.module_fqns.get(name, name))
             for key in HEAD_WIDTHS:
                 if isinstance(width := getattr(module, key, None), int) and width > 0:
                     return width

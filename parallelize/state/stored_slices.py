@@ -56,7 +56,7 @@ def named_once(module: nn.Module) -> list[tuple[tuple[str, ...], Any]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
-    return [(tuple(aliases), parameters[key]) for key, aliases in names.items()]
+    return [(tuple(fqns), parameters[key]) for key, fqns in names.items()]
 
 
 class StoredSlices:

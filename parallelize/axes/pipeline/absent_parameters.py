@@ -34,14 +34,16 @@ class AbsentParameters:
         self.parameters: list[tuple[nn.Module, str, tuple[int, ...], torch.dtype]] = []
         facts = cut.facts
         embeddings = (f"{name}.embedding" for name in prompt_encoders(facts))  # PEFT asks for its device
-        units = [unit for unit in (*cut.stages.units, *embeddings) if unit in facts.aliases and not cut.present(unit)]
+        units = [
+            unit for unit in (*cut.stages.units, *embeddings) if unit in facts.module_fqns and not cut.present(unit)
+        ]
         layers = cut.stages.cuts.layers
         inside = [f"{unit}." for unit in units if unit and not (layers and unit.rpartition(".")[0] == layers)]
         # as ViT's `patch_embeddings.projection`
-        inner = (name for name in facts.aliases if name.startswith(tuple(inside)))
+        inner = (name for name in facts.module_fqns if name.startswith(tuple(inside)))
         for name in dict.fromkeys((*units, *inner)):
-            for key, shape in facts.modules[facts.aliases[name]].shapes.items():
-                dtype = getattr(torch, facts.parameters[facts.owners[f"{name}.{key}"]].dtype)
+            for key, shape in facts.modules[facts.module_fqns[name]].shapes.items():
+                dtype = getattr(torch, facts.parameters[facts.parameter_fqns[f"{name}.{key}"]].dtype)
                 if dtype.is_floating_point:
                     self.parameters.append((module.get_submodule(name), key, shape, dtype))
 

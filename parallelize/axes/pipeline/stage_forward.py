@@ -107,7 +107,7 @@ class StageRunner:
         self.absent = AbsentParameters(module, cut)
         self._last_user = {source: cut.stages.stage_of_unit(target) for source, target in cut.stages.cuts.skips}
         for index, unit in enumerate(self.units):
-            if unit in cut.facts.aliases:
+            if unit in cut.facts.module_fqns:
                 self.modules[unit] = inner = module.get_submodule(unit)
                 self._calls.append(_UnitCall(self, index, inner))
         # the end of a stage is caught inside the call of the root, so that wrappers around the model see a normal

@@ -414,12 +414,12 @@ class BatchNormSync:
 
     def __init__(self, module: nn.Module, group: Group):
         self.group = group
-        self._owners = [owner for owner in module.modules() if owner._buffers.get("running_mean") is not None]
+        self._norms = [norm for norm in module.modules() if norm._buffers.get("running_mean") is not None]
 
     @torch.no_grad()
     def share(self) -> None:
         """Overwrite them with those of the first rank. One broadcast; nothing is sent for a model without any."""
-        in_order = [owner._buffers.get(name) for owner in self._owners for name in _NAMES]
+        in_order = [norm._buffers.get(name) for norm in self._norms for name in _NAMES]
         buffers = [buffer for buffer in in_order if buffer is not None]
         if self.group.size == 1 or not buffers:
             return

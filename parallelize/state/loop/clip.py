@@ -306,7 +306,7 @@ def _wrapped(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        parameters = _owners(gradients)
+        parameters = _parameters_of(gradients)
         if not parameters:
             return norm_of_rank(gradients, norm_type, error_if_nonfinite, foreach)
         return norm_of(parameters, norm_type, error_if_nonfinite)
@@ -314,13 +314,13 @@ def _wrapped(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return total_norm
 
 
-def _owners(gradients: list[torch.Tensor]) -> list[Any]:
+def _parameters_of(gradients: list[torch.Tensor]) -> list[Any]:
     """The parameters with these gradients; none where no gradient is of a pipeline stage."""
     staged = [parameter for reference in _STAGED.valuerefs() if (parameter := reference()) is not None]
-    owners = {id(parameter.grad): parameter for parameter in staged if parameter.grad is not None}
-    if not any(id(gradient) in owners for gradient in gradients):
+    by_gradient = {id(parameter.grad): parameter for parameter in staged if parameter.grad is not None}
+    if not any(id(gradient) in by_gradient for gradient in gradients):
         return []
-    return [owners[id(gradient)] if id(gradient) in owners else _Unmarked(gradient) for gradient in gradients]
+    return [by_gradient[id(gradient)] if id(gradient) in by_gradient else _Unmarked(gradient) for gradient in gradients]
 
 
 class _Unmarked:

@@ -237,9 +237,11 @@ def _tied(model: nn.Module) -> set[int]:
 
 def _warn_of_experts(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
     """Warn of stacked weights that stay as they are: the forward of their module reads all experts at once."""
-    owners = {n: model.get_submodule(n.rpartition(".")[0]) for n, p in model.named_parameters() if p.ndim == 3}
+    modules = {n: model.get_submodule(n.rpartition(".")[0]) for n, p in model.named_parameters() if p.ndim == 3}
     named = [
-        n for n, owner in owners.items() if n.rpartition(".")[0] not in chosen and not isinstance(owner, _Convolution)
+        n
+        for n, module in modules.items()
+        if n.rpartition(".")[0] not in chosen and not isinstance(module, _Convolution)
     ]
     stacked = {n: model.get_parameter(n) for n in named if not is_adapter_parameter(n)}
     if stacked:

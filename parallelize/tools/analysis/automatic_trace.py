@@ -78,7 +78,7 @@ def _why_not(module: nn.Module, resolved: ResolvedPlan, is_quick: bool) -> str:
     options, rows = resolved.options, resolved.parameters.values()
     if resolved.tp_size == 1 or not any(row.layout.dim is not None for row in rows):
         return "nothing is sharded over tp"
-    if resolved.plan.kept or any(row.contract.dtensors for row in resolved.modules.values()):
+    if resolved.plan.unlowered_styles or any(row.contract.dtensors for row in resolved.modules.values()):
         return "DTensors pass between its modules"
     if any(row.fact.packs != 1 or row.fact.counts != 1 for row in rows):
         return "its weights are quantized"

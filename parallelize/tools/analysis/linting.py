@@ -99,7 +99,7 @@ def modes_of(subject: Subject, plan: Plan | None, setting: Setting) -> list[Sett
         return modes
     if plan.regions:
         modes.append(replace(setting, sequence_parallel=True))
-    names = {*subject.model(setting.weights_dtype).aliases}
+    names = {*subject.model(setting.weights_dtype).module_fqns}
     heads = [rule for rule in plan.rules if rule.style.keeps_vocabulary]
     patterns = [pattern for rule in heads for pattern in alternatives(rule.pattern)]
     if any(matches(pattern, name) for pattern in patterns for name in names):

@@ -120,8 +120,8 @@ class Drafting:
         return not self.fields or not self._has_units(candidate) or counts <= known
 
     def _group_norms(self, candidate: ShardableFactor) -> list[nn.GroupNorm]:
-        owners = (self.classes.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
-        return [owner for owner in owners if isinstance(owner, nn.GroupNorm)]
+        modules = (self.classes.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
+        return [module for module in modules if isinstance(module, nn.GroupNorm)]
 
     def _has_units(self, candidate: ShardableFactor) -> bool:
         """Whether a size has a name: its units must not be split, or an attribute follows it."""
@@ -133,8 +133,8 @@ class Drafting:
 
     def _has_groups(self, candidate: ShardableFactor) -> bool:
         """Whether a factor is the groups of a convolution."""
-        owners = (self.classes.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
-        return any(is_grouped(owner) and not is_depthwise(owner) for owner in owners)
+        modules = (self.classes.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
+        return any(is_grouped(module) and not is_depthwise(module) for module in modules)
 
     # -- linears -------------------------------------------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ class _RankModel:
 def _is_scattered(configuration: Configuration, grad: T, expected: T) -> bool:
     """Whether a dict of styles shards the sequence before the place where the gradient is taken."""
     plan = configuration.plan
-    return plan is not None and plan.unclaimed == "leave" and grad.shape != expected.shape
+    return plan is not None and plan.on_unclaimed == "leave" and grad.shape != expected.shape
 
 
 def _output_error(actual: list[T], expected: T) -> float:

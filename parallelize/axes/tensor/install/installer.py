@@ -99,7 +99,7 @@ class Installer:
         self.pending_reductions, self.call_sites = pending_reductions, call_sites
         self.inputs = inputs
         self.overlap = Overlap()
-        self.region = EvenShards(tp, group) if resolved.plan.unclaimed == "leave" else Region(group)
+        self.region = EvenShards(tp, group) if resolved.plan.on_unclaimed == "leave" else Region(group)
         self.orders = {fqn: order for order, fqn in enumerate(resolved.parameters)}
         self.subgroups: dict[tuple[int, ...], Group] = {}
         self.shared_conversions: dict[int | None, SharedConversion] = {}  # by the dim that they gather; None copies
@@ -126,7 +126,7 @@ class Installer:
     # -- parameters -----------------------------------------------------------------------------------------------
 
     def _parameter(self, fqn: str, key: str) -> ParameterRow:
-        return self.resolved.parameters[self.model.owners[f"{fqn}.{key}" if fqn else key]]
+        return self.resolved.parameters[self.model.parameter_fqns[f"{fqn}.{key}" if fqn else key]]
 
     def _slot(self, fqn: str, key: str) -> Slot:
         row = self._parameter(fqn, key)

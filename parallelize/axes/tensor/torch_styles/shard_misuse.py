@@ -70,7 +70,7 @@ def refuse_training_of_unclaimed(resolved: ResolvedPlan, model: ModelFacts) -> N
 
     Their values are right on every rank, so that such a dict serves for inference; their gradients are parts of a sum.
     """
-    if resolved.plan.unclaimed != "leave":
+    if resolved.plan.on_unclaimed != "leave":
         return
     for block in _blocks(resolved, model):
         names = _readers(resolved, model, block)
@@ -142,8 +142,8 @@ def linears_of(resolved: ResolvedPlan, model: ModelFacts) -> tuple[list[str], li
             columns += [] if contract.returns_dtensor or contract.defers_logits else [name]
         elif contract.traits.sums_output:
             rows.append(name)
-    for item in resolved.plan.kept:
-        name, style = model.aliases.get(item.fqn, ""), item.style
+    for item in resolved.plan.unlowered_styles:
+        name, style = model.module_fqns.get(item.fqn, ""), item.style
         if name in model.modules and isinstance(style, RowwiseParallel):
             rows.append(name)
         elif name in model.modules and isinstance(style, ColwiseParallel) and style.use_local_output:
@@ -161,7 +161,7 @@ def _is_packed(resolved: ResolvedPlan, column: str) -> bool:
 def _readers(resolved: ResolvedPlan, model: ModelFacts, block: _Block) -> list[str]:
     """The parameters that read the shards of a block and that are full on each rank. The bias of a row linear is added
     to the sum."""
-    styled = {item.fqn for item in resolved.plan.kept}
+    styled = {item.fqn for item in resolved.plan.unlowered_styles}
     names = []
     for name in _parameters_in(block, model):
         row = resolved.parameters.get(name)  # None under the second name of a tied parameter
@@ -185,7 +185,7 @@ def _parameters_in(block: _Block, model: ModelFacts) -> Iterator[str]:
 
 def _unclear(resolved: ResolvedPlan, model: ModelFacts, block: _Block) -> list[str]:
     """Those of them that a plan replicates without a word on their gradient."""
-    if resolved.plan.unclaimed == "leave":
+    if resolved.plan.on_unclaimed == "leave":
         return []
     rows = resolved.parameters
     return [
@@ -214,7 +214,11 @@ def watch_first_forwards(resolved: ResolvedPlan, model: ModelFacts) -> None:
     opaque = {name for name, row in resolved.modules.items() if row.contract.decides_inside}
     # a linear in float8 scales by the largest value that this rank has
     opaque |= {name for name in resolved.modules if is_float8_linear(model.objects[name])}
-    opaque |= {model.aliases[item.fqn] for item in resolved.plan.kept if item.fqn in model.aliases and item.fqn}
+    opaque |= {
+        model.module_fqns[item.fqn]
+        for item in resolved.plan.unlowered_styles
+        if item.fqn in model.module_fqns and item.fqn
+    }
     first = FirstForwards(makers, frozenset(opaque), entries)
     for name in {*makers, *opaque, *entries} & model.objects.keys():
         mark_applied(model.objects[name], name=name)
@@ -240,10 +244,10 @@ def _makers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[tuple[str, Sh
     for name, row in resolved.modules.items():
         if row.contract.leave in _MAKE_TOKENS and row.contract.sequence_dim == 1:
             yield name, ShardMaker("sequence", 1)
-    for item in resolved.plan.kept:
+    for item in resolved.plan.unlowered_styles:
         style = item.style
         if isinstance(style, RowwiseParallel) and style.use_local_output and style.output_layouts == (Shard(1),):
-            yield model.aliases.get(item.fqn, item.fqn), ShardMaker("sequence", 1)
+            yield model.module_fqns.get(item.fqn, item.fqn), ShardMaker("sequence", 1)
 
 
 def _features(resolved: ResolvedPlan, column: str) -> ShardMaker | None:

@@ -89,13 +89,13 @@ class ShardFollower(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            owners = self.modules or [self.root]
+            running = self.modules or [self.root]
             if _MIXED in str(error):
                 names = [name for name, p in self.root.named_parameters() if any(p is x for x in tensors)]
                 if names:
-                    raise reads_parameter(owners[-1], names[0], _place(_model_code(sys._getframe(2)))) from error
+                    raise reads_parameter(running[-1], names[0], _place(_model_code(sys._getframe(2)))) from error
             if any(x in self.shards for x in tensors) and is_shape_error(error):
-                raise misread_shard(owners[-1], error) from error
+                raise misread_shard(running[-1], error) from error
             raise
 
     def _is_derived(self, value: Any) -> bool:

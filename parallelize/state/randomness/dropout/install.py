@@ -151,11 +151,11 @@ def _layout_changes(record: PlanRecord) -> Iterator[tuple[str, ColumnOutput | No
     sharded: dict[str, Layout] = {}
     unsharded = []
     rows = record.resolved.parameters
-    owners = {name: row for row in rows.values() for name in row.fact.names}
+    row_of = {name: row for row in rows.values() for name in row.fact.names}
     for fqn, row in record.resolved.modules.items():
-        weight = owners.get(f"{fqn}.{record.resolved.facts.modules[fqn].weight_key}")
+        weight = row_of.get(f"{fqn}.{record.resolved.facts.modules[fqn].weight_key}")
         traits, leave = row.contract.traits, row.contract.leave
-        used = [owners[name] for key in ("weight", *row.contract.uses) if (name := f"{fqn}.{key}") in owners]
+        used = [row_of[name] for key in ("weight", *row.contract.uses) if (name := f"{fqn}.{key}") in row_of]
         layout = next((parameter.layout for parameter in used if parameter.layout.dim is not None), None)
         if traits.splits_output and leave is Conversion.NONE and layout is not None:
             sharded[fqn] = layout
@@ -218,7 +218,7 @@ def unknown_layouts(resolved: ResolvedPlan | None) -> list[Problem]:
     sequence = (Conversion.SCATTER_SEQUENCE, Conversion.GATHER_SEQUENCE)
     rows = resolved.modules.values()
     shards_sequence = any(row.contract.enter in sequence or row.contract.leave in sequence for row in rows)
-    if not resolved.plan.kept and (resolved.regions or not shards_sequence):
+    if not resolved.plan.unlowered_styles and (resolved.regions or not shards_sequence):
         return []
     what = "a dict of style objects that shards the sequence, or that is applied as PyTorch does"
     return list(no_global_mask(what, "a plan file with `sequence_parallel:`, or dropout rates of 0").problems)

@@ -153,7 +153,7 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     """Name -> the first name of the parameter in the full model, which its key contains."""
     cut = pipeline_cut(module)
     if cut is not None:
-        return cut.facts.owners
+        return cut.facts.parameter_fqns
     return {name: stored.fqn for stored in stored_parameters(module) for name in stored.names}
 
 

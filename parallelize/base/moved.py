@@ -49,6 +49,7 @@ MOVED = {
     "axes.tensor.install.added_adapters": "adapters.added_adapters",
     "axes.tensor.install.peft_prompts": "adapters.prompts",
     "axes.pipeline.stage_adapters": "adapters.stage_adapters",
+    "plan.dims.classes": "plan.dims.factor_analysis",
     "apply": "training.apply_plan",
     "tensor": "axes.tensor",
     "zero": "axes.zero",

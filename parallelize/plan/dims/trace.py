@@ -281,10 +281,10 @@ class _SizesRead(TorchFunctionMode):
             for value in watched:
                 if dim and gives(value, size, index):
                     self.record.reads += [
-                        SizeRead(*self._of_module(source), dim, operation) for source in sorted(value.sources)
+                        SizeRead(*self._local_source(source), dim, operation) for source in sorted(value.sources)
                     ]
                     self.record.ratios |= {
-                        Ratio(self._of_module(ratio.dividend), self._of_module(ratio.divisor)): None
+                        Ratio(self._local_source(ratio.dividend), self._local_source(ratio.divisor)): None
                         for ratio in value.ratios
                     }
 
@@ -302,11 +302,11 @@ class _SizesRead(TorchFunctionMode):
                     and set(added) <= {f for d in self.record.repeats for f in leaves(d)}
                 ):
                     self.record.reads += [
-                        SizeRead(*self._of_module(source), added, "repeat_interleave")
+                        SizeRead(*self._local_source(source), added, "repeat_interleave")
                         for source in sorted(value.sources)
                     ]
 
-    def _of_module(self, source: Source) -> Source:
+    def _local_source(self, source: Source) -> Source:
         """A field of a config is local in the module that reads it."""
         return source[0] or self.record.module, *source[1:]
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from parallelize.axes.tensor.watch.child_reads import reads_of_children
-from parallelize.plan.dims.classes import is_convolution
+from parallelize.plan.dims.factor_analysis import is_convolution
 from parallelize.plan.dims.record import HiddenCall, Record
 
 

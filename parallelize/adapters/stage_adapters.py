@@ -145,10 +145,10 @@ def show_absent_to_peft() -> None:
     if tuners is not None:
         patches.replace(tuners.BaseTuner, "inject_adapter", _with_absent_weights)
     if hasattr(tuners, "_set_layer_requires_grad"):
-        patches.replace(tuners, "_set_layer_requires_grad", _of_present)
+        patches.replace(tuners, "_set_layer_requires_grad", _skip_absent)
 
 
-def _of_present(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _skip_absent(stock: Callable[..., Any]) -> Callable[..., Any]:
     """PEFT's function that freezes or unfreezes an adapter, which in a dictionary of parameters is None where it is
     absent."""
 

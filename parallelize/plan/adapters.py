@@ -165,23 +165,23 @@ class _Rules:
             yield rule
             return
         for pattern in alternatives(rule.pattern):
-            yield from self._of_pattern(replace(rule, pattern=pattern))
+            yield from self._rules_of_pattern(replace(rule, pattern=pattern))
 
-    def _of_pattern(self, rule: Rule) -> Iterator[Rule]:
+    def _rules_of_pattern(self, rule: Rule) -> Iterator[Rule]:
         matched = self._match(rule.pattern)
         if not matched.adapted and not matched.copied:
-            yield from self._of_parameter(rule)
+            yield from self._rules_of_parameter(rule)
             return
         layers = (*matched.adapted, *matched.copied)
         self.planned |= {*layers}
         if not matched.stock and len({*map(self._structure, layers)}) == 1:  # the pattern stands for all of them
-            yield from self._of_layer(rule, rule.pattern, layers[0])
+            yield from self._rules_of_layer(rule, rule.pattern, layers[0])
             return
         for name in layers:
-            yield from self._of_layer(rule, name, name)
+            yield from self._rules_of_layer(rule, name, name)
         yield from (replace(rule, pattern=name) for name in matched.stock)
 
-    def _of_layer(self, rule: Rule, pattern: str, name: str) -> Iterator[Rule]:
+    def _rules_of_layer(self, rule: Rule, pattern: str, name: str) -> Iterator[Rule]:
         """name: of the first of the layers that `pattern` stands for."""
         return self._copies(rule, pattern) if name in self.copied else self._parts(rule, pattern, name)
 
@@ -285,7 +285,7 @@ class _Rules:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def _of_parameter(self, rule: Rule) -> Iterator[Rule]:
+    def _rules_of_parameter(self, rule: Rule) -> Iterator[Rule]:
         """A rule that names no adapted layer: it may name a parameter of one, or a module inside of a copied one."""
         owner, _, key = rule.pattern.rpartition(".")
         names_modules = any(matches(rule.pattern, name) for name in self.model.module_fqns)

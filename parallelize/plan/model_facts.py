@@ -132,12 +132,12 @@ def _parameters(model: Any, quantized: dict[str, ModuleFacts]) -> tuple[dict[str
         tensor = tensors[key]
         dtype = str(tensor.dtype).removeprefix("torch.")
         fact = ParameterFacts(tuple(fqns), tuple(tensor.shape), dtype, tensor.requires_grad)
-        parameters[fqns[0]] = _of_codes(fact, quantized[fqns[0]]) if fqns[0] in quantized else fact
+        parameters[fqns[0]] = _facts_of_codes(fact, quantized[fqns[0]]) if fqns[0] in quantized else fact
         parameter_fqns |= dict.fromkeys(fqns, fqns[0])
     return parameters, parameter_fqns
 
 
-def _of_codes(fact: ParameterFacts, linear: ModuleFacts) -> ParameterFacts:
+def _facts_of_codes(fact: ParameterFacts, linear: ModuleFacts) -> ParameterFacts:
     """The facts of a parameter of a quantized linear."""
     key = fact.fqn.rpartition(".")[2]
     packs = linear.packs[key]

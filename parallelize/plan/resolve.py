@@ -188,7 +188,9 @@ def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
         zero_units=tuple(filter(is_inside, plan.zero_units)),
         recompute_units=tuple(filter(is_inside, plan.recompute_units)),
         attention=tuple(item for item in plan.attention if is_inside(item.pattern)),
-        rules=tuple(map(_of_base, (rule for rule in plan.rules if is_inside(rule.pattern) or rule.pattern == _ALL))),
+        rules=tuple(
+            map(_rule_for_base, (rule for rule in plan.rules if is_inside(rule.pattern) or rule.pattern == _ALL))
+        ),
         local=tuple(item for item in plan.local if is_inside(item.pattern)),
         local_inputs=tuple(item for item in plan.local_inputs if is_inside(item.pattern)),
     )
@@ -198,7 +200,7 @@ def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
 _ALL = "**"
 
 
-def _of_base(rule: Rule) -> Rule:
+def _rule_for_base(rule: Rule) -> Rule:
     """The default of the whole model may have nothing to claim in its base model."""
     return replace(rule, optional=rule.optional or rule.pattern == _ALL)
 

@@ -160,7 +160,7 @@ def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
         fix = did_you_mean(cuts.layers, lists) if lists else "name the list of layers"
         raise PlanError(Problem("no-layers", f"{cuts.layers!r} contains no layers in this model", cuts.where, fix=fix))
     if not cuts.first and not cuts.last and cuts.layers:
-        before, after = _around(cuts.layers, model)
+        before, after = _modules_around(cuts.layers, model)
         every = set(cuts.every)
         first, last = (tuple(name for name in names if name not in every) for names in (before, after))
         cuts = replace(cuts, first=first, last=last)
@@ -200,7 +200,7 @@ def _children(name: str, model: ModelFacts) -> list[str]:
     return [n for n in model.modules if n and n.startswith(prefix) and "." not in n[len(prefix) :]]
 
 
-def _around(layers: str, model: ModelFacts) -> tuple[list[str], list[str]]:
+def _modules_around(layers: str, model: ModelFacts) -> tuple[list[str], list[str]]:
     """Modules with parameters before and after the layers, at each level above them."""
     before: list[str] = []
     after: list[str] = []

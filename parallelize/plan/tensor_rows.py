@@ -192,9 +192,8 @@ class _Resolver:
 
     def _regions(self) -> tuple[RegionRow, ...]:
         """Those of the model: an encoder alone has one of two."""
-        if (
-            not self.plan.options.sequence_parallel or self.plan.on_unclaimed == "leave"
-        ):  # a dict says each layout itself
+        # a dict of styles says each layout itself
+        if not self.plan.options.sequence_parallel or self.plan.on_unclaimed == "leave":
             return ()
         if not self.plan.regions:
             self._no_region("the plan names no `sequence_parallel` region", "")
@@ -240,7 +239,7 @@ class _Resolver:
         full = {name for name, rule in rules.items() if rule.style.traits.sees_full}
         rows = {}
         for name, rule in rules.items():
-            inside = any(self._inside(name, region) for region in regions)
+            inside = any(self._is_inside(name, region) for region in regions)
             context = StyleContext(
                 sequence_parallel=inside and full.isdisjoint(_parents(name)),
                 loss_parallel=self.plan.options.loss_parallel,
@@ -306,7 +305,7 @@ class _Resolver:
                 fix = "give the style to a module inside it, or move the boundaries of `sequence_parallel`"
                 self.problems.append(Problem("region-on-edge", what, row.rule.where, fix=fix))
 
-    def _inside(self, name: str, region: RegionRow) -> bool:
+    def _is_inside(self, name: str, region: RegionRow) -> bool:
         return layer_name(name) == region.leave or name.startswith(region.enter.rpartition(".")[0] + ".")
 
     # -- parameters -----------------------------------------------------------------------------------------------

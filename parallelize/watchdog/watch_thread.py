@@ -108,7 +108,7 @@ class WatchThread(threading.Thread):
                 return
 
     def tick(self) -> None:
-        """One turn: a heartbeat, the events of other ranks, and whether anything stands still."""
+        """One iteration of the thread: a heartbeat, the events of other ranks, and whether anything stands still."""
         watched = self.watched
         self._arm()
         self.standing.sample()

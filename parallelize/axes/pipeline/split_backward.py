@@ -116,10 +116,10 @@ class _Graph:
         roots = [node for node in map(_node_of, outputs) if node is not None]
         nodes, self.parents = _walk(roots)
         input_nodes = {node for node in map(_node_of, inputs) if node is not None}
-        self.to_inputs = self._above(node for node in nodes if node in input_nodes)
+        self.to_inputs = self._ancestors_of(node for node in nodes if node in input_nodes)
         self.groups = self._grouped([node for node in nodes if hasattr(node, "variable") and node not in input_nodes])
 
-    def _above(self, below: Iterable[Node]) -> set[Node]:
+    def _ancestors_of(self, below: Iterable[Node]) -> set[Node]:
         """Every node from which a node of `below` is reached."""
         todo = list(below)
         seen = set(todo)

@@ -163,7 +163,7 @@ class Ties:
                 continue
             for parameter in parameters:
                 if parameter.grad is None:  # unused here, used elsewhere
-                    parameter.grad = self._no_gradient(parameter)
+                    parameter.grad = self._zero_gradient(parameter)
             total = to_local(parameters[0].grad)
             for other in parameters[1:]:
                 total.add_(to_local(other.grad))
@@ -173,7 +173,7 @@ class Ties:
                 to_local(other.grad).copy_(total)
             self._summed.add(tie.name)
 
-    def _no_gradient(self, parameter: Any) -> Any:
+    def _zero_gradient(self, parameter: Any) -> Any:
         """A gradient of zeros, sharded as ZeRO shards gradients."""
         data = data_of(self.module)
         shards = data.shards if data is not None and data.zero == 2 else ()

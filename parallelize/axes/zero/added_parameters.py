@@ -179,7 +179,7 @@ class AddedParameters:
         self._refuse_dropout(module)
         self._drop(self._replaced(module))
         for parameter, ranks in added:
-            _from_first_rank(parameter.param, ranks)
+            _broadcast_from_first_rank(parameter.param, ranks)
         shards = [
             optimizer_shard(parameter, ranks, master_dtype_of(parameter.param, self._options, self._master))
             for parameter, ranks in added
@@ -236,7 +236,7 @@ def _nothing_later(module: nn.Module, args: Any) -> None:
 
 
 @torch.no_grad()
-def _from_first_rank(parameter: Any, ranks: DataRanks) -> None:
+def _broadcast_from_first_rank(parameter: Any, ranks: DataRanks) -> None:
     """Of the ranks that sum its gradient, give all the values of the first."""
     if ranks.axes:
         group = Group(axis_group(ranks.mesh, *ranks.axes))

@@ -255,7 +255,7 @@ def save_masters(built: Optimizer, shard_of: Callable[[Any], OptimizerShard | No
         saved = state_dict.get(MASTERS, {})
         for index, shard in masters():
             if index in saved and saved[index].shape != shard.stepped.shape:
-                raise _of_other_shape(shard, saved[index])
+                raise _other_shape_error(shard, saved[index])
         for index, shard in masters():
             if index in saved:
                 shard.load_master(to_local(saved[index]))
@@ -264,7 +264,7 @@ def save_masters(built: Optimizer, shard_of: Callable[[Any], OptimizerShard | No
     built.register_load_state_dict_pre_hook(take)
 
 
-def _of_other_shape(shard: OptimizerShard, saved: Any) -> ModelError:
+def _other_shape_error(shard: OptimizerShard, saved: Any) -> ModelError:
     what = f"the float32 copy of {shard.name} is {list(shard.stepped.shape)}, in the state dict {list(saved.shape)}"
     fix = "load it on the mesh and ZeRO stage that saved it; a checkpoint of `Checkpointer` loads on any"
     return ModelError(Problem("master-of-other-shape", what, fix=fix))

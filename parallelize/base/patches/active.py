@@ -121,7 +121,7 @@ def change(owner: Any, name: str, made: Callable[[], Any], key: Any) -> None:
 def handle(what: str, table: MutableMapping[Any, Any], key: Any, handler: Any) -> None:
     """Enter a handler in a table of another library, if it has none for the key. what: as in the table of patches."""
     if key not in table:
-        _begin_once((id(table), key), what, lambda: _entered(table, key, handler))
+        _begin_once((id(table), key), what, lambda: _enter(table, key, handler))
 
 
 def hook(what: str, register: Callable[[Any], Any], function: Callable[..., None]) -> None:
@@ -200,7 +200,7 @@ def _set(owner: Any, name: str, value: Any) -> Undo:
     return undo
 
 
-def _entered(table: MutableMapping[Any, Any], key: Any, handler: Any) -> Undo:
+def _enter(table: MutableMapping[Any, Any], key: Any, handler: Any) -> Undo:
     table[key] = handler
 
     def undo() -> bool:

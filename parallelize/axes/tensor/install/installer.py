@@ -168,7 +168,7 @@ class Installer:
     ) -> None:
         """read: children of which the module's own forward reads full parameters."""
         planned = ModuleRuntime(slots, module.__dict__.get("forward"))
-        forward = _of_children(module, read)
+        forward = _forward_reading_children(module, read)
         if row is not None:
             contract = row.contract
             planned.enter = self._input_conversion(row)
@@ -215,7 +215,7 @@ class Installer:
             convert = self._choice_conversion(contract) if is_split else None
             return split_experts(form_of(module), self.group, convert, facts.num_experts)
         if not is_split:
-            return _of_children(module, read)
+            return _forward_reading_children(module, read)
         forwards: dict[str, Callable[[], Callable | None]] = {
             "embedding": lambda: vocabulary_embedding(module, self.group, planned.leave if contract.dtensors else None),
             "rms_norm": lambda: sharded_rms_norm(self.group),
@@ -231,7 +231,7 @@ class Installer:
         }
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)
-        return forwards[contract.compute]() if contract.compute in forwards else _of_children(module, read)
+        return forwards[contract.compute]() if contract.compute in forwards else _forward_reading_children(module, read)
 
     def install_added(self) -> None:
         """Install what was added to a planned model: `model` has the facts of these modules alone."""
@@ -426,7 +426,7 @@ class Installer:
         return installed(module) or ModuleRuntime((), module.__dict__.get("forward"))
 
 
-def _of_children(module: nn.Module, read: tuple[str, ...]) -> Callable | None:
+def _forward_reading_children(module: nn.Module, read: tuple[str, ...]) -> Callable | None:
     """The forward of a module that reads the parameters of its children; None: `install` selects one."""
     if isinstance(module, nn.MultiheadAttention):
         return replicated_multihead

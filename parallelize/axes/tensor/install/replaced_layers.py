@@ -220,7 +220,7 @@ def _resize(self: Any, *args: Any, **kwargs: Any) -> Any:
     for get, put in _ENDS:
         module = getattr(self, get)()
         if module is not None and id(module) in names:
-            getattr(self, put)(_with_full_parameters(self, module, names[id(module)], full))
+            getattr(self, put)(_unplanned_copy(self, module, names[id(module)], full))
     return getattr(type(self), _NAME)(self, *args, **kwargs)
 
 
@@ -233,7 +233,7 @@ def _is_served(model: nn.Module, ends: list[nn.Module]) -> bool:
     return not has_own and record.resolved.options.overlap == "off" and record.resolved.plan.on_unclaimed != "leave"
 
 
-def _with_full_parameters(model: nn.Module, module: nn.Module, name: str, full: dict[int, nn.Parameter]) -> nn.Module:
+def _unplanned_copy(model: nn.Module, module: nn.Module, name: str, full: dict[int, nn.Parameter]) -> nn.Module:
     """A module of the same class and attributes, that no plan has seen. full: by id of the parameter, so that ties
     stay."""
     plain = module.__class__.__new__(module.__class__)

@@ -210,13 +210,13 @@ class _Lowering:
         table."""
         tables = [facts for facts in self.facts.modules.values() if facts.kind == "embedding"]
         linears = [
-            facts for name, facts in self.facts.modules.items() if facts.kind == "linear" and not _in_layers(name)
+            facts for name, facts in self.facts.modules.items() if facts.kind == "linear" and not _is_in_layers(name)
         ]
         facts = self.facts.modules[self.facts.module_fqns[fqn]]
         return bool(tables and linears) and facts is linears[-1] and facts.weight_shape[0] == tables[0].weight_shape[0]
 
 
-def _in_layers(fqn: str) -> bool:
+def _is_in_layers(fqn: str) -> bool:
     return any(part.isdigit() for part in fqn.split("."))
 
 

@@ -99,7 +99,7 @@ def _divided(column: str, block: str) -> Problem:
 def _blocks(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[_Block]:
     if resolved.mesh.ranks("tp") == 1:
         return
-    columns, rows = map(_by_parent, linears_of(resolved, model))
+    columns, rows = map(_linears_by_parent, linears_of(resolved, model))
     for fqn, children in columns.items():
         block = model.objects.get(fqn)
         if block is None or "forward" in block.__dict__:
@@ -109,11 +109,15 @@ def _blocks(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[_Block]:
         if names and summed:
             cls: Any = type(block)
             in_order = isinstance(block, nn.Sequential) and cls.forward is nn.Sequential.forward
-            reads = shard_reads(cls, names, summed, elementwise) if not in_order else _in_order(block, names, summed)
+            reads = (
+                shard_reads(cls, names, summed, elementwise)
+                if not in_order
+                else _readers_in_sequential(block, names, summed)
+            )
             yield _Block(fqn, reads)
 
 
-def _in_order(block: nn.Module, columns: frozenset[str], rows: frozenset[str]) -> ShardReads:
+def _readers_in_sequential(block: nn.Module, columns: frozenset[str], rows: frozenset[str]) -> ShardReads:
     """Of an `nn.Sequential`, whose children are called one after another: those between a column and a row linear."""
     readers, is_shard = set(), False
     for name, _ in block.named_children():
@@ -124,7 +128,7 @@ def _in_order(block: nn.Module, columns: frozenset[str], rows: frozenset[str]) -
     return ShardReads(frozenset(readers))
 
 
-def _by_parent(names: list[str]) -> dict[str, list[str]]:
+def _linears_by_parent(names: list[str]) -> dict[str, list[str]]:
     """Names of modules -> the last parts of the names of linears in them."""
     children: dict[str, list[str]] = {}
     for name in map(layer_name, names):

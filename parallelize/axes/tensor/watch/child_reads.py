@@ -133,7 +133,7 @@ def _read_by(cls: Any, method: str) -> tuple[str, ...]:
     if tree is None:
         return ()
     own = [own_attribute(node, receiver(tree)) for node in ast.walk(tree)]
-    own += _READ_BY_TORCH if any(_of_super(node) == "forward" for node in ast.walk(tree)) else ()
+    own += _READ_BY_TORCH if any(_super_attribute(node) == "forward" for node in ast.walk(tree)) else ()
     return tuple(dict.fromkeys(filter(None, own)))
 
 
@@ -198,7 +198,7 @@ def reads_of_children(cls: Any, method: str = "forward") -> tuple[ChildRead, ...
         for node in ast.walk(tree):
             if called := own_attribute(node, own):
                 pending.append((called, cls.__mro__))
-            elif called := _of_super(node):
+            elif called := _super_attribute(node):
                 pending.append((called, cls.__mro__[cls.__mro__.index(base) + 1 :]))
     return tuple(dict.fromkeys(found))
 
@@ -239,7 +239,7 @@ def _is_harmless(node: ast.Attribute, parent: ast.AST) -> bool:
     )
 
 
-def _of_super(node: ast.AST) -> str:
+def _super_attribute(node: ast.AST) -> str:
     """The name in `super().name`; empty for any other expression."""
     value = node.value if isinstance(node, ast.Attribute) else None
     is_super = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super"

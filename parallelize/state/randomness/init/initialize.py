@@ -324,35 +324,38 @@ def building(device: torch.device | str | None = None, dtype: torch.dtype | None
     if dtype is not None and not dtype.is_floating_point:
         fix = "torch.bfloat16, torch.float32, ...; quantize after building"
         raise ModelError(Problem("not-floating-point", f"parameters of {dtype} cannot be initialized", fix=fix))
-    with torch.device(device) if device is not None else nullcontext(), _of_dtype(dtype) if dtype else nullcontext():
+    with (
+        torch.device(device) if device is not None else nullcontext(),
+        _creating_in_dtype(dtype) if dtype else nullcontext(),
+    ):
         yield
 
 
-class _Entered(threading.local):
+class _DtypeContexts(threading.local):
     """The dtypes of the contexts that a thread is in, the innermost last."""
 
     def __init__(self) -> None:
         self.dtypes: list[torch.dtype] = []
 
 
-_entered = _Entered()
+_dtype_contexts = _DtypeContexts()
 
 
 @contextmanager
-def _of_dtype(dtype: torch.dtype) -> Iterator[None]:
+def _creating_in_dtype(dtype: torch.dtype) -> Iterator[None]:
     # of all threads; `_convert` looks for the one it is in
     handle = register_module_parameter_registration_hook(_convert)
-    _entered.dtypes.append(dtype)
+    _dtype_contexts.dtypes.append(dtype)
     try:
         yield
     finally:
-        _entered.dtypes.pop()
+        _dtype_contexts.dtypes.pop()
         handle.remove()
 
 
 def _convert(module: nn.Module, name: str, parameter: Any) -> None:
     """A hook: give a parameter the innermost dtype, in place. A lazy one gets its shape in this dtype later."""
-    if not _entered.dtypes or not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
+    if not _dtype_contexts.dtypes or not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
         return
-    if parameter.dtype != _entered.dtypes[-1]:
-        parameter.data = parameter.data.to(_entered.dtypes[-1])
+    if parameter.dtype != _dtype_contexts.dtypes[-1]:
+        parameter.data = parameter.data.to(_dtype_contexts.dtypes[-1])

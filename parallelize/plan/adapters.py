@@ -85,11 +85,11 @@ def for_adapters(plan: Plan, model: ModelFacts) -> Plan:
     rules = _Rules(model, adapted, copied)
     if not adapted and not copied:
         return replace(plan, rules=(*plan.rules, *rules.of_prompts(plan)))
-    made = tuple(new for rule in plan.rules for new in rules.of(rule))
+    adapted_rules = tuple(new for rule in plan.rules for new in rules.of(rule))
     if problems := [*rules.problems, *rules.unplanned()]:
         raise PlanError(*problems)
     ties = tuple(replace(tie, members=tuple(map(rules.parameter, tie.members))) for tie in plan.ties)
-    return replace(plan, rules=(*made, *rules.of_prompts(plan)), ties=ties)
+    return replace(plan, rules=(*adapted_rules, *rules.of_prompts(plan)), ties=ties)
 
 
 def refuse_over_axes(model: ModelFacts, mesh: MeshSpec) -> None:

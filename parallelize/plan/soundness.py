@@ -33,7 +33,7 @@ def check_soundness(
 ) -> Iterator[Problem]:
     """All problems for which the resolved rows would compute other numbers than the unsharded model."""
     yield from _unused_sizes(plan, model, modules)
-    yield from _unplanned_owners(model, modules, parameters)
+    yield from _unplanned_parents(model, modules, parameters)
     gathered = {name for name, row in modules.items() if row.contract.traits.shares_input}
     relatives = _Relatives(modules)
     for name, row in modules.items():
@@ -108,7 +108,7 @@ def _unused_sizes(plan: Plan, model: ModelFacts, modules: dict[str, ModuleRow]) 
             yield Problem("unused-size", what, size.where or plan.source, rows, fix)
 
 
-def _unplanned_owners(
+def _unplanned_parents(
     model: ModelFacts, modules: dict[str, ModuleRow], parameters: dict[str, ParameterRow]
 ) -> Iterator[Problem]:
     """A tied weight is sharded by the rule of one owner; the other owner needs a rule as well."""

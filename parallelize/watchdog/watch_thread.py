@@ -180,8 +180,8 @@ class WatchThread(threading.Thread):
         group, call = waiting
         states = self._troubled | self.left
         for rank in set(group.ranks) & set(states):
-            theirs = states[rank]["groups"].get(group.key, {"collectives": 0})
-            if (call.peer is None and theirs["collectives"] <= call.number) or call.peer == rank:
+            group_of_rank = states[rank]["groups"].get(group.key, {"collectives": 0})
+            if (call.peer is None and group_of_rank["collectives"] <= call.number) or call.peer == rank:
                 return True
         return False
 

@@ -193,12 +193,12 @@ def new_adapters(module: nn.Module) -> list[tuple[nn.Module, str]]:
 def initialize_adapters(root: nn.Module, adapters: Sequence[tuple[nn.Module, str]]) -> None:
     """Give adapters the values that PEFT would have given them, from torch's generator of this rank."""
     for layer, name in adapters:
-        made: Any = layer
+        adapter_layer: Any = layer
         config = _configs(root).get(name)
         if _initializer(layer) == "reset_lora_parameters":
-            made.reset_lora_parameters(name, getattr(config, "init_lora_weights", True))
+            adapter_layer.reset_lora_parameters(name, getattr(config, "init_lora_weights", True))
         else:
-            made.reset_ia3_parameters(name)
+            adapter_layer.reset_ia3_parameters(name)
 
 
 def names_of_adapters(root: nn.Module, adapters: Sequence[tuple[nn.Module, str]]) -> set[str]:

@@ -133,7 +133,7 @@ def decoded_data(
         now.
     """
     data_index, count = _sample_rank(on_mesh)
-    states = _of_data_ranks(saved, dict(saved_mesh or ()))
+    states = _states_of_data_ranks(saved, dict(saved_mesh or ()))
     if hasattr(data, "merge_states"):
         return data.merge_states([decode(state, tensors, "data") for state in states])
     if count != len(states) and any(state != states[0] for state in states):
@@ -146,7 +146,7 @@ def decoded_data(
     return decode(states[data_index if count == len(states) else 0], tensors, "data")
 
 
-def _of_data_ranks(saved: dict[str, Any], sizes: dict[str, int]) -> list[Any]:
+def _states_of_data_ranks(saved: dict[str, Any], sizes: dict[str, int]) -> list[Any]:
     """One saved state of each data rank. Earlier versions saved one of each rank along cp too, which changes
     fastest."""
     states = [saved[index] for index in sorted(saved, key=int)]

@@ -99,18 +99,20 @@ class PlanCheck:
 
     def _entries(self) -> Iterator[Problem]:
         """Row linears whose input is a shard, or full, where they expect the other."""
-        made = {factor for name, shard in self.shards.items() if not self._sums(name) for factor in shard.factors}
-        made |= {factor for misfit in self.misfits for factor in self._factors_of(misfit.name)}
+        sharded_factors = {
+            factor for name, shard in self.shards.items() if not self._sums(name) for factor in shard.factors
+        }
+        sharded_factors |= {factor for misfit in self.misfits for factor in self._factors_of(misfit.name)}
         ran = {weight for use in self.analysis.record.uses for weight in use.weights}
         for name, shard in self.shards.items():
             if not self._sums(name) or self.analysis.record.first_names.get(name, name) not in ran:
                 continue  # a layer that the forward skipped has no input
             module = name.rpartition(".")[0]
             if self._splits_input(name):
-                if made & set(leaves(self.analysis.record.split_inputs.get(module, []))):
+                if sharded_factors & set(leaves(self.analysis.record.split_inputs.get(module, []))):
                     what = "its input is sharded already, and `input=full` would split it again"
                     yield self._problem("input-split-twice", name, what, shard.row, "`rowwise` without `input=full`")
-            elif not made & set(shard.factors):
+            elif not sharded_factors & set(shard.factors):
                 what = "it expects a shard, and nothing that its input is made of is sharded"
                 fix = "`rowwise(input=full)`, or shard what makes its input"
                 problem = self._problem("input-not-sharded", name, what, shard.row, fix)

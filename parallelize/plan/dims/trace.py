@@ -257,8 +257,8 @@ class _SizesRead(TorchFunctionMode):
                     if sizes:
                         self._note(watched, result, name, lambda value, _, index: sizes.get(index) is value)  # noqa: B023
                     else:
-                        made = [leaves(dim) not in before for dim in self.record.dims(result)]
-                        self._note(watched, result, name, lambda value, size, index: made[index] and value == size)  # noqa: B023
+                        is_new = [leaves(dim) not in before for dim in self.record.dims(result)]
+                        self._note(watched, result, name, lambda value, size, index: is_new[index] and value == size)  # noqa: B023
                     if limits and isinstance(args[0], T) and args[0].ndim == result.ndim:
                         source = args[0].shape
                         self._note(limits, result, name, lambda _, size, index: size != source[index])  # noqa: B023

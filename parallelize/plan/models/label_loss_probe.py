@@ -232,11 +232,11 @@ class _Probe:
     def _cross_entropy_of_classes(self, logits: T) -> LabelLoss:
         """The cross entropy of logits [batch, .., classes] and labels [batch, ..]."""
         draw = partial(self._classes, tuple(logits.shape[:-1]), logits.shape[-1])
-        seen = self._shifted(draw)
+        label_loss = self._shifted(draw)
         for value in self._candidates(logits.shape[-1]):
-            seen = self._with_ignored(seen, draw(), value)
-        seen = self._with_mask(seen, draw())
-        return self._with_shifted(self._with_count(seen, draw()), draw(), draw())
+            label_loss = self._with_ignored(label_loss, draw(), value)
+        label_loss = self._with_mask(label_loss, draw())
+        return self._with_shifted(self._with_count(label_loss, draw()), draw(), draw())
 
     def _shifted(self, draw: Callable[[], T]) -> LabelLoss:
         labels = draw()
@@ -252,40 +252,44 @@ class _Probe:
         named = (getattr(self.model.config, name, None) for name in _NAMED)
         return list(dict.fromkeys([IGNORED, *(value for value in named if type(value) is int), 255]))
 
-    def _with_ignored(self, seen: LabelLoss, labels: T, value: int) -> LabelLoss:
+    def _with_ignored(self, label_loss: LabelLoss, labels: T, value: int) -> LabelLoss:
         labels.view(_ROWS, -1)[0, -2:] = value
-        ignoring = replace(seen, ignored=(*seen.ignored, value))
+        ignoring = replace(label_loss, ignored=(*label_loss.ignored, value))
         with suppress(IndexError):  # no class has this index
-            return ignoring if self._matches(ignoring, labels) else seen
-        return seen
+            return ignoring if self._matches(ignoring, labels) else label_loss
+        return label_loss
 
-    def _with_mask(self, seen: LabelLoss, labels: T) -> LabelLoss:
+    def _with_mask(self, label_loss: LabelLoss, labels: T) -> LabelLoss:
         ids = self.inputs.get("input_ids")
         if not self.takes_mask or ids is None or labels.shape != ids.shape:
-            return seen
+            return label_loss
         mask = torch.ones_like(ids)
         mask[0, -3:] = 0
-        fits = [kind for kind in (seen, replace(seen, masked=True)) if self._matches(kind, labels, attention_mask=mask)]
+        fits = [
+            kind
+            for kind in (label_loss, replace(label_loss, masked=True))
+            if self._matches(kind, labels, attention_mask=mask)
+        ]
         if not fits:
             raise _UnlikeError("its loss of padded sequences is not known")
         return fits[0]
 
-    def _with_count(self, seen: LabelLoss, labels: T) -> LabelLoss:
-        count = torch.tensor(_FACTOR * labels[..., seen.shift :].numel())
+    def _with_count(self, label_loss: LabelLoss, labels: T) -> LabelLoss:
+        count = torch.tensor(_FACTOR * labels[..., label_loss.shift :].numel())
         if not self.takes_more:
-            return seen
-        if self._matches(seen, labels, num_items_in_batch=count, factor=_FACTOR):
-            return replace(seen, divides=True)
-        if not self._matches(seen, labels, num_items_in_batch=count):
+            return label_loss
+        if self._matches(label_loss, labels, num_items_in_batch=count, factor=_FACTOR):
+            return replace(label_loss, divides=True)
+        if not self._matches(label_loss, labels, num_items_in_batch=count):
             raise _UnlikeError("its loss is no sum divided by num_items_in_batch")
-        return seen
+        return label_loss
 
-    def _with_shifted(self, seen: LabelLoss, labels: T, targets: T) -> LabelLoss:
-        if not (seen.shift and self.takes_more):
-            return seen
+    def _with_shifted(self, label_loss: LabelLoss, labels: T, targets: T) -> LabelLoss:
+        if not (label_loss.shift and self.takes_more):
+            return label_loss
         output = self._run(labels=labels, shift_labels=targets)
-        expected = _mean(output.logits, targets, replace(seen, shift=0)) + self._router_loss(seen, output)
-        return replace(seen, takes_shifted=_near(float(output.loss), expected))
+        expected = _mean(output.logits, targets, replace(label_loss, shift=0)) + self._router_loss(label_loss, output)
+        return replace(label_loss, takes_shifted=_near(float(output.loss), expected))
 
     def _matches(self, kind: LabelLoss, labels: T, factor: int = 1, **more: Any) -> bool:
         """Whether the loss of these labels is of this kind, divided by a factor."""

@@ -351,7 +351,7 @@ def over_meshes(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        parts = _by_mesh(gradients)
+        parts = _indices_by_mesh(gradients)
         if len(parts) > 1:
             norms = [_plain(stock([gradients[i] for i in part], norm_type, False, foreach)) for part in parts]
             gradients = [norm.to(max((n.dtype for n in norms), key=lambda dtype: dtype.itemsize)) for norm in norms]
@@ -364,7 +364,7 @@ def _plain(norm: Any) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _by_mesh(tensors: Sequence[Any]) -> list[list[int]]:
+def _indices_by_mesh(tensors: Sequence[Any]) -> list[list[int]]:
     """The indices of the tensors of each mesh; those of plain tensors are together."""
     parts: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -376,7 +376,7 @@ def _divided(stock: Callable[..., Any]) -> Callable[..., Any]:
     """PyTorch's division of lists, by mesh too; each list but the first has as many items, or none."""
 
     def divided(lists: Any, with_indices: bool = False) -> Any:
-        parts = _by_mesh(lists[0])
+        parts = _indices_by_mesh(lists[0])
         if len(parts) < 2:
             return stock(lists, with_indices)
         groups = _ListsByMesh()

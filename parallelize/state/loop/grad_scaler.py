@@ -52,7 +52,7 @@ def _wrapped(stock: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable
     def unscale_grads(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         overflows = stock(scaler, optimizer, *args, **kwargs)
         mesh = _MESHES.get(optimizer) or _mesh_of_stages(optimizer)
-        return overflows if mesh is None else _over_ranks(overflows, mesh)
+        return overflows if mesh is None else _max_over_ranks(overflows, mesh)
 
     return unscale_grads
 
@@ -63,7 +63,7 @@ def _mesh_of_stages(optimizer: Optimizer) -> DeviceMesh | None:
     return next((_STAGED[parameter] for parameter in parameters if parameter in _STAGED), None)
 
 
-def _over_ranks(overflows: dict[torch.device, torch.Tensor], mesh: DeviceMesh) -> dict[torch.device, torch.Tensor]:
+def _max_over_ranks(overflows: dict[torch.device, torch.Tensor], mesh: DeviceMesh) -> dict[torch.device, torch.Tensor]:
     """1 on the first device where any rank has an overflow on any of its devices; ranks without gradients take part."""
     group = Group(axis_group(mesh, *mesh_spec(mesh).names))
     device = next(iter(overflows), None) or group.device

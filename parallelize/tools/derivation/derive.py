@@ -269,7 +269,7 @@ class _Derivation:
         rows = tuple((module, reason) for reason, module in list(reasons.items())[:8])
         what = f"no linear of {self.source.text} can be sharded"
         fix = "data parallelism, or a plan of your own"
-        common = _in_each(self.failures)
+        common = _common_error(self.failures)
         if common:  # what is sharded makes no difference to it
             what, rows = f"no plan of {self.source.text} is proven, whatever it shards", (("proof", common), *rows)
             fix = "mend what the proof says, or data parallelism"
@@ -287,7 +287,7 @@ class _Derivation:
         self.banned |= suspects
 
 
-def _in_each(texts: list[str]) -> str:
+def _common_error(texts: list[str]) -> str:
     """The line that says what was raised, where that of several failures is the same, wherever it was seen; empty: they
     differ."""
     raised = [re.search(r"^ +what +(\w+: .*?)(?:; seen at .*)?$", text, re.MULTILINE) for text in texts]

@@ -38,11 +38,11 @@ def pattern_rules(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, 
         if len(values) == 1:
             rules |= dict.fromkeys([pattern] if "" not in values else [], values.pop())
         else:
-            rules |= _of_some(pattern, members, styles)
+            rules |= _rules_by_style(pattern, members, styles)
     return _merged(rules)
 
 
-def _of_some(pattern: str, members: list[str], styles: Mapping[str, str]) -> dict[str, str]:
+def _rules_by_style(pattern: str, members: list[str], styles: Mapping[str, str]) -> dict[str, str]:
     """Rules for a pattern whose members differ: one for each style, which lists layers where one number differs.
 
     A number that takes all of its values stays `*`: the plan serves models with more layers.

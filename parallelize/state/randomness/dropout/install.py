@@ -74,7 +74,7 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
             inner.__dict__["forward"] = MethodType(scoped_forward, inner)
     record = record_of(module)
     if record is not None and sites.size > 1:
-        sites.layouts |= _before_adapters(module, record)
+        sites.layouts |= _adapter_dropout_layouts(module, record)
     install_draw_hooks(module, sites, _columns(module), masks=True)
     mark_applied(module, dropout_clock=sites.clock)
     return sites.clock
@@ -171,7 +171,7 @@ def _layout_changes(record: PlanRecord) -> Iterator[tuple[str, ColumnOutput | No
     yield from ((fqn, None) for fqn in unsharded)
 
 
-def _before_adapters(module: nn.Module, record: PlanRecord) -> dict[str, ActivationLayout]:
+def _adapter_dropout_layouts(module: nn.Module, record: PlanRecord) -> dict[str, ActivationLayout]:
     """The layouts of what adapters drop of: the input of the linear beside them, after its conversion."""
     group, layouts = record.group, {}
     for name, row in record.resolved.modules.items():

@@ -104,7 +104,7 @@ def initialize(
     if recipe is None:
         recipe = recipe_of(module)
     if stock and (recipe is None or rules):
-        raise _no_recipe(rules is not None and recipe is not None)
+        raise _no_recipe_error(rules is not None and recipe is not None)
     initializations: dict[str, Initialization]
     if stock:
         assert recipe is not None
@@ -194,7 +194,7 @@ def _check(module: nn.Module, initializations: dict[str, Initialization], was_me
         raise ModelError(Problem("unknown-initialiser", what, "", rows, fix))
 
 
-def _no_recipe(with_rules: bool) -> ModelError:
+def _no_recipe_error(with_rules: bool) -> ModelError:
     if with_rules:
         what = "stock=True gives the weights of the stock model, so rules cannot change them"
         return ModelError(Problem("no-recipe", what, fix="leave out the rules"))

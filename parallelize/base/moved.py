@@ -46,6 +46,8 @@ MOVED = {
     "state.user_initializers": "state.guards.stock_methods",
     "state.quantization.other_quantizers": "state.guards.other_libraries",
     "state.peft_reads": "adapters.full_weights",
+    "axes.tensor.experts.adapted_experts": "adapters.adapted_experts",
+    "axes.tensor.install.adapted_layers": "adapters.adapted_layers",
     "axes.tensor.install.added_adapters": "adapters.added_adapters",
     "axes.tensor.install.peft_prompts": "adapters.prompts",
     "axes.pipeline.stage_adapters": "adapters.stage_adapters",

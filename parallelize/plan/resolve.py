@@ -151,7 +151,7 @@ def _stages(
 
 
 def for_model(plan: Plan, model: ModelFacts) -> Plan:
-    """The plan for this very model: without its head, wrapped by PEFT, with adapters.
+    """The plan for this very model: without its head, wrapped, with adapters.
 
     Raises: PlanError `unplanned-adapter`.
     """

@@ -137,7 +137,7 @@ def cut_stages(
 
 
 def _with_names_in_units(stages: Stages, model: ModelFacts) -> Stages:
-    """PEFT's model refers to the embedding by a second name, for one."""
+    """The wrapper of a model with learned prompts refers to the embedding by a second name, for one."""
     others = ((name, first) for name, first in model.module_fqns.items() if name != first)
     names_in_units = {}
     for name, first in others:

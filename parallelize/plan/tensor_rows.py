@@ -49,7 +49,7 @@ def tensor_rows(plan: Plan, model: ModelFacts, tp_size: int) -> TensorRows:
 LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 """Fields of a config by which layers are skipped at random in training."""
 
-_WRAPPERS = 3  # of which one is inside the other: PEFT's model, its tuner, and torch.compile
+_WRAPPERS = 3  # one inside the other: that of adapters, its tuner, and torch.compile
 
 
 class _Resolver:

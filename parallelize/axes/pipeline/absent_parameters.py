@@ -33,7 +33,7 @@ class AbsentParameters:
     def __init__(self, module: nn.Module, cut: Cut):
         self.parameters: list[tuple[nn.Module, str, tuple[int, ...], torch.dtype]] = []
         facts = cut.facts
-        embeddings = (f"{name}.embedding" for name in prompt_encoders(facts))  # PEFT asks for its device
+        embeddings = (f"{name}.embedding" for name in prompt_encoders(facts))  # their wrapper asks for its device
         units = [
             unit for unit in (*cut.stages.units, *embeddings) if unit in facts.module_fqns and not cut.present(unit)
         ]
@@ -76,7 +76,7 @@ def drop_parameters(module: nn.Module) -> None:
 
 
 def _mark_merged(layer: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-    """What PEFT's `merge` leaves of a layer that another stage has."""
+    """What a merge leaves of an adapted layer that another stage has."""
     layer.merged_adapters = list(adapter_names or layer.active_adapters)
 
 

@@ -323,7 +323,7 @@ def with_decoder_ids(module: nn.Module, named: Mapping[str, Any], labels: Any) -
 
 
 def beside_prompts(module: nn.Module, inputs: Any, targets: Any) -> Any:
-    """The targets of a model whose learned prompts stand before the tokens, and have none: as PEFT extends labels.
+    """The targets of a model whose learned prompts stand before the tokens: prompts have none, as in its labels.
 
     Args:
         inputs: of the step. targets: token ids [batch, sequence] for the tokens of an input alone; others are as they

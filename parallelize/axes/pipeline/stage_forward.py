@@ -205,7 +205,7 @@ class StageRunner:
         return has_drawn(self.module)
 
     def _may_run_alone(self, unit: str) -> bool:
-        """Whether a unit needs no other stage: PEFT computes learned prompts to save them."""
+        """Whether a unit needs no other stage: learned prompts are computed alone to be saved."""
         return unit in prompt_encoders(self.cut.facts) and self.cut.present(unit)
 
     def _absent_output(self, index: int, now: _RunningForward, args: tuple, kwargs: dict) -> Any:

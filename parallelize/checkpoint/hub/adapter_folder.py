@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -49,7 +50,7 @@ def save_adapter(model: Any, folder: str | os.PathLike, *, timeout_s: float = TI
         first rank.
     """
     root = model if isinstance(model, nn.Module) else model.module
-    if not hasattr(root, "peft_config"):
+    if not has_adapters(root):
         what = f"{type(root).__name__} has no adapters of PEFT"
         raise CheckpointError(Problem("no-adapters", what, fix="save_pretrained writes the weights of a model"))
     planned = next((inner for inner in root.modules() if mesh_of(inner) is not None), root)
@@ -125,6 +126,26 @@ def _check(folder: Path, expected: set[str]) -> None:
         what = f"PEFT left out {len(missing)} tensors of modules that other pipeline stages have, such as {missing[0]}"
         fix = "a mesh without pp, or adapters without modules_to_save on the last stage"
         raise CheckpointError(Problem("unsavable-adapter", what, fix=fix))
+
+
+def has_adapters(module: Any) -> bool:
+    """Whether a model is PEFT's, which saves its adapters alone."""
+    return hasattr(module, "peft_config")
+
+
+def read_adapters(model: Any, folder: Path) -> None:
+    """Load the adapters that PEFT wrote: `default` in the folder itself, others in one of their name.
+
+    Raises: CheckpointError `missing-file`.
+    """
+    from peft import set_peft_model_state_dict
+
+    for name in model.peft_config:
+        file = (folder if name == "default" else folder / name) / "adapter_model.safetensors"
+        if not file.is_file():
+            what = f"there are no weights of the adapter {name}"
+            raise CheckpointError(Problem("missing-file", what, str(file), fix="the path of a checkpoint of this run"))
+        set_peft_model_state_dict(model, load_file(file), adapter_name=name)
 
 
 # -- adapted models --------------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ def label_loss(module: nn.Module, labels: Any) -> LabelLoss:
     """What a model computes from labels like these, the same on every rank.
 
     Args:
-        module: a model, sharded or not, also inside of PEFT's wrappers. Its class and config are read, and none of its
-            weights.
+        module: a model, sharded or not, also inside of wrappers (`stock_model`). Its class and config are read, and
+            none of its weights.
         labels: as the model takes them. Their number of dims and their dtype count.
 
     Returns: `unknown` says why nothing was found. Then it is what the model's `loss_function` computes; without one,

@@ -4,7 +4,7 @@ LoRA adds B(A(x)) to a linear's output. Beside a column linear each rank compute
 so has a part of the gradient of A; beside a row linear it multiplies its own inputs with its columns of A, so that
 B(A(x)) is a summand of the same sum as the linear's own output, and has a part of the gradient of B. (IA)^3 scales
 inputs or outputs, and DoRA the magnitude of each output, likewise. A boundary conversion of the layer is done once,
-around it and its adapters (`axes/tensor/install/adapted_layers.py`).
+around it and its adapters (`adapters/adapted_layers.py`).
 
 Torch-free.
 """

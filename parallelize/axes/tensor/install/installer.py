@@ -16,12 +16,10 @@ from parallelize.axes.tensor.dtensor_boundary import (
     refuse_hidden_states,
     return_dtensor,
 )
-from parallelize.axes.tensor.experts.adapted_experts import adapted_experts, adapted_matrix
 from parallelize.axes.tensor.experts.expert_forms import form_of
 from parallelize.axes.tensor.experts.expert_parallel import ExpertRanks, num_choices, scaled_experts, whole_experts
 from parallelize.axes.tensor.experts.expert_tensor_parallel import allow_any_width, dense_experts, split_experts
 from parallelize.axes.tensor.experts.shared_expert_overlap import compute_overlapped
-from parallelize.axes.tensor.install.adapted_layers import adapted_forward, bias_of_first_rank, deferred_with_adapter
 from parallelize.axes.tensor.layers.attention_layers import replicated_multihead, sharded_multihead, ulysses_attention
 from parallelize.axes.tensor.layers.embedding import vocabulary_embedding
 from parallelize.axes.tensor.layers.norms import (
@@ -54,6 +52,7 @@ from parallelize.axes.tensor.watch.child_reads import children_read
 from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.axes.vocabulary.loss.losses import deferred_head, mark_deferred
 from parallelize.base.layout import of_elements
+from parallelize.base.providers import provider
 from parallelize.comm.groups import Group, group_for
 from parallelize.comm.handshake import InputCheck
 from parallelize.ops import collectives as ops
@@ -227,7 +226,7 @@ class Installer:
             "multihead": lambda: sharded_multihead(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
             "dense experts": lambda: dense_experts if contract.enter is Conversion.GATHER_SEQUENCE else None,
-            "bias of first rank": lambda: bias_of_first_rank(self.group),
+            "bias of first rank": lambda: provider("adapted_layers").bias_of_first_rank(self.group),
         }
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)
@@ -266,13 +265,16 @@ class Installer:
             key = getattr(module, "parameter_name", "")
             parameter = self._parameter(layer, self.resolved.facts.modules[layer].stacked.get(key, (key,))[0])
             layout = of_elements(parameter.layout, parameter.fact.packs)
-            return adapted_experts(module, self.model.objects[layer], layout, self._rank(parameter))
+            return provider("adapted_experts").adapted_experts(
+                module, self.model.objects[layer], layout, self._rank(parameter)
+            )
         if hasattr(module, "parameter_name"):
-            return adapted_matrix(module, self.model.objects[layer])
+            return provider("adapted_experts").adapted_matrix(module, self.model.objects[layer])
         if contract.defers_logits:
-            raise deferred_with_adapter(row.fqn)
+            raise provider("adapted_layers").deferred_with_adapter(row.fqn)
         is_split = self.group.size > 1 and contract.is_linear
-        return adapted_forward(module, self.group, converts=is_split, sums=is_split and contract.traits.sums_output)
+        sums = is_split and contract.traits.sums_output
+        return provider("adapted_layers").adapted_forward(module, self.group, converts=is_split, sums=sums)
 
     def _input_conversion(self, row: ModuleRow) -> Callable | None:
         if row.contract.dtensors:

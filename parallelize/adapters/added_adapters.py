@@ -141,7 +141,7 @@ def _names_inside(facts: ModelFacts, layer: str) -> Iterator[str]:
 
 
 def _refuse_adapted_experts(record: PlanRecord, facts: ModelFacts) -> None:
-    """Refuse adapters of experts of which a rank has some: each adapter has all experts in one matrix."""
+    """Refuse adapters of experts that are divided over ranks: each adapter has all experts in one matrix."""
     for name in adapted_layers(facts):
         is_new = installed(facts.objects[name]) is None and hasattr(facts.objects[name], "parameter_name")
         if is_new and (record.folded is not None or record.resolved.options.expert_ranks > 1):

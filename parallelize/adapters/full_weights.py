@@ -114,7 +114,7 @@ def _refuse_of_shards(cls: Any, name: str, module_of: Callable[..., Any], fix: s
 
 _FIRST_OR_ZERO_2 = "get_peft_model(model, config) first, then parallelize_model(model, mesh, zero=3); or zero=2"
 _COPY_WEIGHTS = ("modules_to_save", "trainable_token_indices", "token_indices")
-"""Settings of PEFT by which an adapter begins with weights of the model."""
+"""Settings of PEFT that let an adapter begin with weights of the model."""
 
 
 def add_to_sharded_units() -> None:

@@ -112,7 +112,7 @@ def _planned(peft_model: Any) -> nn.Module | None:
 
 
 def _sum_gradients(encoder: nn.Module, planned: nn.Module | None) -> Any:
-    """A hook by which the gradients of what the encoder returns are summed over ranks; None on one rank."""
+    """A hook that sums the gradients of the encoder's results over ranks; None on one rank."""
     record = record_of(planned) if planned is not None else None
     if record is None or record.group.size == 1:
         return None

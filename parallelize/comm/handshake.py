@@ -149,7 +149,7 @@ def _await_verdict(store: dist.Store, prefix: str, ranks: list[int], timeout_s: 
 
 
 def _problems_of_absent_ranks(errors: dict[int, str], call: str) -> list[Problem]:
-    """The ranks that have ended with an error, and those of which nothing is known."""
+    """A problem for each rank that ended with an error, and one for the ranks that are late."""
     failed = [(rank, error) for rank, error in errors.items() if error != LATE]
     late = [rank for rank, error in errors.items() if error == LATE]
     problems = [

@@ -37,7 +37,7 @@ def _uses_gpus(config: RunConfig) -> bool:
 
 
 def fewer_ranks(config: RunConfig, ranks: int) -> int | None:
-    """The largest number below `ranks` for which a mesh fits; None where there is none. Cost: a `fit` of each number
+    """The largest number below `ranks` with a mesh that fits; None where there is none. Cost: a `fit` of each number
     tried."""
     from parallelize.launch.preflight.mesh_choice import choose_mesh
     from parallelize.launch.preflight.prediction import machine_of, subject_of

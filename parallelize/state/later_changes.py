@@ -69,7 +69,7 @@ def take_changes(root: nn.Module) -> None:
 
 
 def roots_around(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The models of which these are modules since their plan."""
+    """The planned models that have had these modules since their plan."""
     return list({id(root): root for module in modules for root in _roots.get(module, ())}.values())
 
 

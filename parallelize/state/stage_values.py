@@ -107,7 +107,7 @@ class StageValues:
 
 
 def _refuse_others(asked: list[str]) -> None:
-    """Refuse ranks of a pipeline that ask for different parameters, each of which all of them send."""
+    """Refuse ranks of a pipeline that ask for different parameters: all ranks take part in sending each one."""
     if len(set(asked)) > 1:
         rows = tuple((f"pp rank {rank}", name) for rank, name in enumerate(asked))
         what = "the stages of a pipeline ask for different parameters, and each call is of the full model"

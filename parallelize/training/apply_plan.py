@@ -311,7 +311,7 @@ def _refuse_overlap_of_dtensors(resolved: ResolvedPlan) -> None:
 
 
 def _matched_nothing(resolved: ResolvedPlan) -> bool:
-    """Whether the plan is a dict of styles of which no pattern matched, as was warned of."""
+    """Whether the plan is a dict of styles whose patterns match nothing, as a warning has said."""
     plan = resolved.plan
     return plan.on_unclaimed == "leave" and not plan.rules and not plan.unlowered_styles
 

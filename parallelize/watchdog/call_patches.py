@@ -127,7 +127,7 @@ def _replaced_functional(log: CallLog) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _recorded_functional(original: Any, op: str, log: CallLog) -> Callable[..., Any]:
-    """A functional collective that records its call as that of the method that its group runs."""
+    """A functional collective that records its call as one of the method that its group runs."""
 
     def pending(pg: dist.ProcessGroup, *_: Any) -> Any:
         return (log.by_id.get(id(pg)) or log.group_of(pg)).device_work

@@ -178,7 +178,7 @@ class MicrobatchInputs:
     batch_size: int = 0
 
     def signature(self, mode: object) -> tuple:
-        """Equal for microbatches from which stages compute tensors of the same shapes."""
+        """A key: microbatches with the same one give tensors of the same shapes on every stage."""
         leaves, structure = private.tree_flatten((self.args, self.kwargs))
         return (tuple(map(_form, leaves)), repr(structure), mode)
 

@@ -135,7 +135,7 @@ class ReplicaCheck:
         return [to_local(parameter).detach() for parameter in self._parameters(tie)]
 
     def _copies(self) -> dict[tuple[str, ...], dict[str, T]]:
-        """Local tensors by name, by the data axes of which all ranks store them."""
+        """Data axes along which tensors are replicated -> these local tensors by name."""
         present = [axis for axis in self.spec.names if axis in DATA_AXES and self.spec.size(axis) > 1]
         copies: dict[tuple[str, ...], dict[str, T]] = {}
         for name, parameter in self.module.named_parameters():

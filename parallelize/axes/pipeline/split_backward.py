@@ -120,7 +120,7 @@ class _Graph:
         self.groups = self._grouped([node for node in nodes if hasattr(node, "variable") and node not in input_nodes])
 
     def _ancestors_of(self, below: Iterable[Node]) -> set[Node]:
-        """Every node from which a node of `below` is reached."""
+        """Every node that leads to a node of `below`, and these themselves."""
         todo = list(below)
         seen = set(todo)
         while todo:

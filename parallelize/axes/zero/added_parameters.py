@@ -232,7 +232,7 @@ def _changed(later: weakref.ref[AddedParameters]) -> None:
 
 
 def _nothing_later(module: nn.Module, args: Any) -> None:
-    """The hook of a copy, of which no gradient is reduced."""
+    """The hook of a copy of the model: its gradients are not reduced."""
 
 
 @torch.no_grad()

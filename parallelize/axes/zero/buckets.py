@@ -317,7 +317,7 @@ class ReduceScatterBucket(Bucket):
         self.grads_are_sums = True
 
     def prepare_for_backward(self) -> None:
-        """Take the sums out of `.grad`, so that a backward can fill it; drop sums of which the user reset `.grad`."""
+        """Take the sums out of `.grad`, so that a backward can fill it; drop a sum where the user reset `.grad`."""
         if not self.grads_are_sums:
             return
         set_by_user = [param for param in self.params if param.grad is not None and id(param) not in self.ids_with_sum]

@@ -99,8 +99,7 @@ def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **opt
 
 
 def _count_groups_of(ranks: tuple[int, ...]) -> int:
-    """How many groups of exactly these ranks there are with the next one. Threads, such as that of a save, take
-    turns."""
+    """How many groups of exactly these ranks there are with the next one. One thread at a time counts."""
     with _counting:
         made = _groups_made.setdefault(dist.group.WORLD, Counter())
         made[ranks] += 1

@@ -87,7 +87,7 @@ class NodeFiles:
         transfer.run()
 
     def _state_jobs(self, run: Run) -> list[ReadJob]:
-        """Reads of the tensors of which a part is on another node."""
+        """Reads of tensors that are partly on another node."""
         files, jobs = self.files, list[ReadJob]()
         for name in sorted(set(needed_state(self.manifest, run, self.sync.rank))):
             saved = self.manifest.tensors.get(name)

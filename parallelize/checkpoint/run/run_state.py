@@ -72,7 +72,7 @@ def decoded_generators(
 
 
 def collect_streams(on_mesh: ModelOnMesh, streams: Streams | None, sink: TensorSink) -> dict[str, Any]:
-    """The streams of which this rank is the first at its coordinates."""
+    """The streams that this rank writes: it is the first with its coordinates."""
     if streams is None:
         return {}
     state = streams.state_dict()

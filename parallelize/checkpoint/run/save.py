@@ -207,7 +207,7 @@ def _merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 _BY_RANK = ("optimizers", "generators", "streams", "data")
-"""Keys of the state of which each rank has a part."""
+"""Keys of the state that are different on each rank."""
 
 
 # -- save time -------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def _function_as_data(section: ModelSection) -> dict[str, Any]:
 
 
 def _weight_files(path: Path) -> list[list[Any]]:
-    """[name, size] of the files with weights, by which a folder is known wherever it is."""
+    """[name, size] of the files with weights: these identify a folder wherever it is."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return [[file.name, file.stat().st_size] for file in files if file.suffix in (".safetensors", ".bin")]
 

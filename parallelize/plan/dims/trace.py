@@ -158,7 +158,7 @@ def _tensor_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str,
 
 
 class _Watched(int):
-    """An integer that knows from which attributes, and from which quotients of two of them, it was computed."""
+    """An integer that knows its sources: attributes, and quotients of two of them."""
 
     sources: frozenset[Source]
     ratios: frozenset[Ratio]

@@ -69,7 +69,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def norm_of(parameters: Iterable[Any], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-    """The norm by which `clip_grad_norm_` would clip these parameters; see there."""
+    """The norm that `clip_grad_norm_` would compute for these parameters; see there."""
     total = _norm(list(parameters), float(norm_type), error_if_nonfinite)[1]
     return torch.tensor(0.0) if total is None else total
 

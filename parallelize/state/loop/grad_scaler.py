@@ -58,7 +58,7 @@ def _wrapped(stock: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable
 
 
 def _mesh_of_stages(optimizer: Optimizer) -> DeviceMesh | None:
-    """The mesh of a pipeline of which an optimizer that was built without us steps a stage."""
+    """The mesh of a pipeline with a stage that an optimizer of the user's own steps."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return next((_STAGED[parameter] for parameter in parameters if parameter in _STAGED), None)
 

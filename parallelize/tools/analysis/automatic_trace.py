@@ -83,7 +83,7 @@ def _why_not(module: nn.Module, resolved: ResolvedPlan, is_quick: bool) -> str:
     if any(row.fact.packs != 1 or row.fact.counts != 1 for row in rows):
         return "its weights are quantized"
     if makes_prefixes(resolved.facts):
-        return "learned prompts make keys and values of all heads, of which a rank takes its own"
+        return "learned prompts make keys and values of all heads, and each rank takes its own"
     if options.expert_ranks > 1:
         return "its experts are divided over ep"
     if pipeline_cut(module) is not None or any(isinstance(parameter, DTensor) for parameter in module.parameters()):

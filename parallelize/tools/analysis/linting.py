@@ -394,7 +394,7 @@ def _output_is_a_shard(forwards: _Forwards) -> Iterator[Problem]:
 
 
 def _not_reduced(forwards: _Forwards) -> Iterator[Problem]:
-    """A replicated parameter whose module works on a part of the data, and whose gradient is not summed."""
+    """A replicated parameter without a sum of its gradient, though its module works on a part of the data."""
     resolved = forwards.resolved
     reported: set[str] = set()
     for row in resolved.parameters.values():

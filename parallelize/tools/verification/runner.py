@@ -68,7 +68,7 @@ class HiddenGradients:
 
 
 def hidden_gradients(comparison: Comparison, bound: float) -> HiddenGradients:
-    """The sharded weights of which no batch has a gradient that can be compared."""
+    """The sharded weights without a comparable gradient in any batch."""
     elements = _sharded_weights(comparison)
     trained = {name for name in elements if any(name in values.gradients for values in comparison.references)}
     hidden = [name for name in trained if not any(_is_seen(values, name, bound) for values in comparison.references)]

@@ -10,7 +10,7 @@ from typing import Any
 from parallelize.base.errors import CheckpointError, DataError, Problem
 
 Source = Iterable[Any] | Callable[[int], Iterable[Any]]
-"""Samples that can be iterated again and again, or a function of the epoch that returns those of that epoch."""
+"""Samples that can be iterated again and again, or a function from an epoch to its samples."""
 
 
 class SampleReader:

@@ -251,7 +251,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
             batches.count = own
 
     def _positioned(self) -> Any:
-        """The position of the next forward in training, of which dropout is a function, whatever the mesh."""
+        """The position of the next forward in training. Dropout is a function of it, on every mesh."""
         clock, state = self.parallel.pipeline.clock, cast(Any, self).state
         number, self._forwards = self._forwards, self._forwards + 1
         if clock is None or number >= len(self._rows):
@@ -285,7 +285,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         return stock.floating_point_ops(inputs) / (spec.ranks("tp") * spec.ranks("cp"))
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """The stock count is a sum over all ranks, of which those of one data rank have the same tokens."""
+        """The stock count is a sum over all ranks, though the ranks of one data rank have the same tokens."""
         stock: Any = super()
         state = cast(Any, self).state
         before = state.num_input_tokens_seen
@@ -356,7 +356,7 @@ def _optimizer_class(cls: Any, options: dict[str, Any]) -> Any:
 
 
 class BackwardWindow:
-    """`accumulate_gradients` over several calls, of which each says whether it is the last one.
+    """`accumulate_gradients` over several calls; each says whether it is the last one.
 
     Args:
         module: the model.

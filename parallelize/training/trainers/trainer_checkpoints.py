@@ -125,7 +125,7 @@ def _is_resumable(folder: Path) -> bool:
 
 
 def _newest(output_dir: Path) -> Path:
-    """The newest checkpoint of which everything was written. Raises: CheckpointError `no-checkpoint`."""
+    """The newest complete checkpoint. Raises: CheckpointError `no-checkpoint`."""
     steps: dict[int, Path] = {}
     for path in output_dir.glob("checkpoint-*"):
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)

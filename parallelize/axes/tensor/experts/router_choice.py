@@ -171,7 +171,7 @@ class _ReplacedChoices(TorchFunctionMode):
         return x.ndim == 2 and x.shape[1] == self.router.count
 
     def _without_mask(self, scores: T, mask: T, value: Any) -> tuple[T, T, Any]:
-        """The arguments of `masked_fill`, by which nothing is left out for tokens whose choices are replaced."""
+        """The arguments of `masked_fill` with a mask that leaves nothing out for tokens whose choices are replaced."""
         return scores, mask & (self.replacing(scores)[:, :1] < 0), value
 
     def _choose(self, scores: T, k: int, choose: Callable[[], T]) -> Any:

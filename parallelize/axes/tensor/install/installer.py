@@ -165,7 +165,7 @@ class Installer:
     def _install(
         self, module: nn.Module, slots: tuple[Slot, ...], row: ModuleRow | None, read: tuple[str, ...]
     ) -> None:
-        """read: children of which the module's own forward reads full parameters."""
+        """read: children whose full parameters the module's own forward reads."""
         planned = ModuleRuntime(slots, module.__dict__.get("forward"))
         forward = _forward_reading_children(module, read)
         if row is not None:
@@ -312,7 +312,7 @@ class Installer:
         return bound[conversion]()
 
     def _shared_conversion(self, conversion: Conversion, dim: int) -> SharedConversion:
-        """The one object by which all modules of the model do this conversion."""
+        """The object that does this conversion for all modules of the model."""
         key = None if conversion is Conversion.COPY else dim
         if key not in self.shared_conversions:
             convert = (

@@ -255,7 +255,7 @@ def _makers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[tuple[str, Sh
 
 
 def _features(resolved: ResolvedPlan, column: str) -> ShardMaker | None:
-    """The shard that a column linear returns; None where its parts have several sizes, of which nothing is followed."""
+    """The shard that a column linear returns; None where its parts have several sizes: these are not followed."""
     facts = resolved.facts.modules.get(column)
     row = resolved.parameters.get(f"{column}.{facts.weight_key if facts is not None else 'weight'}")
     if row is None or column not in resolved.modules or row.layout.dim is None:

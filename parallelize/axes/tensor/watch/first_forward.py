@@ -56,7 +56,7 @@ class FirstForwards:
             watched.
         entries: the modules whose input conversions enter a sequence-parallel region.
         sequence_dim: of the region.
-        watched: the modes, training or not, of which a forward was watched.
+        watched: the modes (training or not) in which a forward was watched.
         hooks: by name of a module, what begins its watch. Those of parts of the model end with its first watched
             forward.
     """

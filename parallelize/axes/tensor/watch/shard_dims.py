@@ -26,7 +26,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class ShardDim:
-    """The dim of a tensor of which this rank has a part.
+    """The sharded dim of a tensor: this rank has a part of it.
 
     Attributes:
         kind: what is sharded: the tokens of sequences, or the features of a column linear.

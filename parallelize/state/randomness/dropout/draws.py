@@ -193,7 +193,7 @@ _BY_GENERATOR = (
     *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "rrelu_with_noise_"),
 )
 OPERATIONS = (*IN_PLACE, *_SERVED, *_BY_GENERATOR, "randperm.generator_out")
-"""The operations of aten by which all others draw, apart from fused dropout, which a model's dropout replaces."""
+"""The operations of aten that all others draw with, apart from fused dropout: a model's dropout replaces that."""
 
 
 # -- draw calls ------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def draw_call(is_known: Callable[[nn.Module], bool], again: bool) -> DrawCall | 
 
 
 def _called(frame: FrameType) -> nn.Module | None:
-    """The module whose call, or whose pass as a recomputed unit, this frame is."""
+    """The module that this frame calls, or runs as a recomputed unit."""
     name, file = frame.f_code.co_name, frame.f_code.co_filename
     if name == "_call_impl" and file == _MODULES:
         return frame.f_locals["self"]

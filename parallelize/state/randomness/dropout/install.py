@@ -280,7 +280,7 @@ def _refuse_uninstalled(module: nn.Module, _: Any) -> None:
         return
     dropping = modules_that_drop(module).items()
     names = [fqn for fqn, inner in dropping if inner.training and applied(inner).dropout is None]
-    if names and (unplaceable := unknown_layouts(resolution_of(module))):  # for which install_dropout is refused
+    if names and (unplaceable := unknown_layouts(resolution_of(module))):  # install_dropout refuses these
         raise ModelError(*unplaceable)
     if names:
         what = (

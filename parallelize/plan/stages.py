@@ -138,9 +138,9 @@ def cut_stages(
 
 def _with_names_in_units(stages: Stages, model: ModelFacts) -> Stages:
     """The wrapper of a model with learned prompts refers to the embedding by a second name, for one."""
-    others = ((name, first) for name, first in model.module_fqns.items() if name != first)
+    second_names = ((name, first) for name, first in model.module_fqns.items() if name != first)
     names_in_units = {}
-    for name, first in others:
+    for name, first in second_names:
         if stages.unit_of(name) is None and stages.unit_of(first) is not None:
             names_in_units[name] = first
     return replace(stages, names_in_units=names_in_units)

@@ -98,12 +98,12 @@ def allocate(module: nn.Module, device: torch.device | str | int | None = None, 
     materialize(module, device, rebuild)
     for name, buffer in with_values.items():
         module.get_buffer(name).copy_(buffer)
-    for first, *others in tied_parameters:  # `to_empty` of a plain model allocates one tensor for each name
-        for name in others:
+    for first, *aliases in tied_parameters:  # `to_empty` of a plain model allocates one tensor for each name
+        for name in aliases:
             owner, _, key = name.rpartition(".")
             module.get_submodule(owner)._parameters[key] = module.get_parameter(first)
-    for first, *others in buffer_names.values():
-        for name in others:
+    for first, *aliases in buffer_names.values():
+        for name in aliases:
             owner, _, key = name.rpartition(".")
             module.get_submodule(owner)._buffers[key] = module.get_buffer(first)
 

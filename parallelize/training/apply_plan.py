@@ -323,10 +323,10 @@ def _refuse_twice(module: nn.Module) -> None:
         )
 
 
-def _check_modules(resolved: ResolvedPlan, model: ModelFacts, others: list[Problem]) -> None:
+def _check_modules(resolved: ResolvedPlan, model: ModelFacts, problems_so_far: list[Problem]) -> None:
     """What can only be seen on the modules themselves. others: problems of the full model. Raises: ModelError."""
     misused = dict.fromkeys(misused_shards(resolved, model))  # those of all layers read alike
-    problems = [*others, *problems_of_modules(resolved, model), *misused]
+    problems = [*problems_so_far, *problems_of_modules(resolved, model), *misused]
     if problems:
         raise ModelError(*problems[:20])
 

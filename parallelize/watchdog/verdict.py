@@ -126,11 +126,11 @@ def _absent_and_different(state: State, states: States) -> tuple[set[int], set[i
     if not waiting:  # in code of the store or of C++: for those who are not there
         return {rank for rank, other in states.items() if other["status"] in ("runs", "left")}, set()
     group, call = state["groups"][waiting["group"]], waiting["call"]
-    others = [rank for rank in group["ranks"] if rank != state["rank"] and rank in states]
+    other_ranks = [rank for rank in group["ranks"] if rank != state["rank"] and rank in states]
     if call["peer"] is not None or call["op"] == "recv_anysource":
-        return {rank for rank in others if states[rank]["status"] in ("runs", "left")}, set()
+        return {rank for rank in other_ranks if states[rank]["status"] in ("runs", "left")}, set()
     behind, different = set(), set()
-    for rank in others:
+    for rank in other_ranks:
         group_of_rank = states[rank]["groups"].get(waiting["group"])
         if group_of_rank is None or group_of_rank["collectives"] <= call["number"]:
             behind.add(rank)

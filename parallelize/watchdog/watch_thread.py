@@ -135,8 +135,8 @@ class WatchThread(threading.Thread):
     def _successor(self) -> int:
         """The next rank that has not left; each rank looks after one, so that a gone rank is seen by some rank."""
         rank, size = self.watched.channel.rank, self.watched.channel.size
-        others = [(rank + step) % size for step in range(1, size)]
-        return next((other for other in others if other not in self.left), others[0])
+        other_ranks = [(rank + step) % size for step in range(1, size)]
+        return next((other for other in other_ranks if other not in self.left), other_ranks[0])
 
     def _handle(self, event: dict[str, Any]) -> None:
         if event["kind"] == "question":
@@ -284,9 +284,9 @@ class WatchThread(threading.Thread):
         """Live until these ranks have read what they need, or for a while: this process may have the store, and a
         launcher ends all others when the first one ends."""
         channel, deadline = self.watched.channel, time.monotonic() + COLLECT_S + GRACE_S
-        others = [f"done/{rank}" for rank in ranks if rank != channel.rank]
+        other_keys = [f"done/{rank}" for rank in ranks if rank != channel.rank]
         with suppress(*LOST):
-            while channel.get_all(others) is None and time.monotonic() < deadline:
+            while channel.get_all(other_keys) is None and time.monotonic() < deadline:
                 time.sleep(0.02)
 
     def run_name(self) -> str:

@@ -100,14 +100,14 @@ class Ties:
     def equalize(self) -> None:
         """Copy the owner's value to all copies. A broadcast over the ranks of each tie."""
         for tie in self.groups:
-            first, *others = (to_local(p) for p in self.parameters(tie))
+            first, *other_copies = (to_local(p) for p in self.parameters(tie))
             if first.is_meta:
                 continue
             if tie.group.size > 1:
                 value = first.contiguous()
                 tie.group.broadcast(value, 0)
                 first.copy_(value)
-            for other in others:
+            for other in other_copies:
                 other.copy_(first)
 
     @torch.no_grad()

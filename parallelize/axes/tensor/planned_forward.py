@@ -177,9 +177,9 @@ def argument_of(module: nn.Module, name: str) -> tuple[int, str]:
     return names.index(name), name
 
 
-def too_many_inputs(module: str, given: int, layouts: int) -> ModelError:
+def too_many_inputs(module: str, num_inputs: int, layouts: int) -> ModelError:
     """The error of a call with more positional inputs than there are layouts of inputs."""
-    what = f"{module} got {given} positional inputs, and input_layouts has {layouts}"
+    what = f"{module} got {num_inputs} positional inputs, and input_layouts has {layouts}"
     return ModelError(
         Problem("layout-count", what, fix="one layout for each positional input; None leaves it unchanged")
     )

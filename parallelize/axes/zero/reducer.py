@@ -145,11 +145,11 @@ class Reducer:
             nothing.
         """
         changed = [bucket for bucket in self.buckets if ids & {id(param) for param in bucket.params}]
-        others = {id(param): param for bucket in changed for param in bucket.params if id(param) not in ids}
-        if any(param.grad is not None for param in others.values()):
+        remaining = {id(param): param for bucket in changed for param in bucket.params if id(param) not in ids}
+        if any(param.grad is not None for param in remaining.values()):
             what = "a layer was replaced while parameters have gradients, which may be sums over data ranks already"
             raise ModelError(Problem("added-parameter", what, fix="optimizer.zero_grad() first, then replace it"))
-        moved = [parameter for parameter in self.managed if id(parameter.param) in others]
+        moved = [parameter for parameter in self.managed if id(parameter.param) in remaining]
         self.managed = [parameter for parameter in self.managed if id(parameter.param) not in ids]
         self.frozen = [parameter for parameter in self.frozen if id(parameter.param) not in ids]
         self._known -= ids

@@ -113,9 +113,9 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         change(owner, name, lambda: update_wrapper(make(stock), stock), make)
 
 
-def change(owner: Any, name: str, made: Callable[[], Any], key: Any) -> None:
-    """Set `owner.name` to what `made` returns, once for a key. Raises: as `replace`."""
-    _begin_once((id(owner), name, key), _full_name(owner, name), lambda: _set(owner, name, made()))
+def change(owner: Any, name: str, make: Callable[[], Any], key: Any) -> None:
+    """Set `owner.name` to what `make` returns, once for a key. Raises: as `replace`."""
+    _begin_once((id(owner), name, key), _full_name(owner, name), lambda: _set(owner, name, make()))
 
 
 def handle(what: str, table: MutableMapping[Any, Any], key: Any, handler: Any) -> None:

@@ -101,9 +101,9 @@ def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **opt
 def _count_groups_of(ranks: tuple[int, ...]) -> int:
     """How many groups of exactly these ranks there are with the next one. One thread at a time counts."""
     with _counting:
-        made = _groups_made.setdefault(dist.group.WORLD, Counter())
-        made[ranks] += 1
-        return made[ranks]
+        counts = _groups_made.setdefault(dist.group.WORLD, Counter())
+        counts[ranks] += 1
+        return counts[ranks]
 
 
 def _install_names() -> None:

@@ -297,8 +297,8 @@ def _refuse_divided(optimizer: Optimizer, saved_groups: dict[int, set[int]]) -> 
         for index in saved:
             groups_of.setdefault(index, []).append(number)
     for index, numbers in groups_of.items():
-        first, *others = [optimizer.param_groups[number] for number in numbers]
-        for number, group in zip(numbers[1:], others, strict=True):
+        first, *other_groups = [optimizer.param_groups[number] for number in numbers]
+        for number, group in zip(numbers[1:], other_groups, strict=True):
             differing = [
                 key for key in first if key not in (*OWN_OPTIONS, "params") and _differ(first[key], group.get(key))
             ]

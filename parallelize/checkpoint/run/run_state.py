@@ -78,8 +78,8 @@ def collect_streams(on_mesh: ModelOnMesh, streams: Streams | None, sink: TensorS
     state = streams.state_dict()
     encoded = {}
     for name, stream in state["states"].items():
-        others = [index for axis, index in on_mesh.coordinates.items() if axis not in state["over"][name]]
-        if not any(others):
+        other_coordinates = [index for axis, index in on_mesh.coordinates.items() if axis not in state["over"][name]]
+        if not any(other_coordinates):
             coordinates = [int(index) for index in state["places"][name]]
             key = write_json([name, coordinates]).decode()
             encoded[key] = encode(stream, f"streams.{name}.{coordinates}", sink)
@@ -113,8 +113,8 @@ def collect_data(on_mesh: ModelOnMesh, data: Any, sink: TensorSink) -> dict[str,
         return {}
     state = data.state_dict()
     data_index, _ = _sample_rank(on_mesh)
-    others = [index for axis, index in on_mesh.coordinates.items() if axis not in SAMPLE_AXES]
-    return {} if any(others) else {str(data_index): encode(state, f"data.{data_index}", sink)}
+    other_coordinates = [index for axis, index in on_mesh.coordinates.items() if axis not in SAMPLE_AXES]
+    return {} if any(other_coordinates) else {str(data_index): encode(state, f"data.{data_index}", sink)}
 
 
 def decoded_data(

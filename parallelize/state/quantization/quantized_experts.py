@@ -76,7 +76,7 @@ def quantize_experts(module: nn.Module, form: BlockFormat) -> None:
     its hooks."""
     stock: Any = type(module)
     weights = stacked_weights(module)
-    others = {key: p for key, p in module._parameters.items() if key not in weights}
+    other_parameters = {key: p for key, p in module._parameters.items() if key not in weights}
     module._parameters.clear()
     experts: Any = module
     experts.__class__ = _class_of(stock)
@@ -92,7 +92,7 @@ def quantize_experts(module: nn.Module, form: BlockFormat) -> None:
             codes, scales = (experts._parameters[name].data for name in experts.stacked[key])
             for expert in range(len(weight)):
                 quantize_rows(weight[expert], form, codes[expert], scales[expert])
-    for key, parameter in others.items():
+    for key, parameter in other_parameters.items():
         experts.register_parameter(key, parameter)
 
 
@@ -101,14 +101,14 @@ def restore_experts(module: Any) -> None:
     stacks = {key: getattr(module, key) for key in module.stacked}
     dense = {key: stack.dense().as_subclass(torch.Tensor).clone() for key, stack in stacks.items()}
     coded, stock = set(module.packs), module.stock_class
-    others = {key: p for key, p in module._parameters.items() if key not in coded}
+    other_parameters = {key: p for key, p in module._parameters.items() if key not in coded}
     module._parameters.clear()
     for key in ("form", "dtype", "packs", "stacked", "stock_class"):
         del module.__dict__[key]
     module.__class__ = stock
     for key, weight in dense.items():
         module.register_parameter(key, nn.Parameter(weight, requires_grad=False))
-    for key, parameter in others.items():
+    for key, parameter in other_parameters.items():
         module.register_parameter(key, parameter)
 
 

@@ -70,9 +70,9 @@ class _Lowering:
 
     def run(self) -> Plan:
         blocks = [match for match in self.matched if isinstance(match[2], PrepareModuleInput)]
-        others = [match for match in self.matched if not isinstance(match[2], PrepareModuleInput)]
+        other_matches = [match for match in self.matched if not isinstance(match[2], PrepareModuleInput)]
         # what a block gathers decides how its linears begin
-        texts = [(fqn, style, self._style(fqn, target, style)) for fqn, target, style in [*blocks, *others]]
+        texts = [(fqn, style, self._style(fqn, target, style)) for fqn, target, style in [*blocks, *other_matches]]
         reasons = {(fqn, id(style)): text for fqn, style, text in texts if isinstance(text, str)}
         plan = replace(self._own_sections(), name="styles", options=Options(), source="", on_unclaimed="leave")
         if not reasons:
@@ -152,8 +152,12 @@ class _Lowering:
         code."""
         sources = [_text(layout) for layout in style.input_layouts[:1]]
         desired = [_text(layout) for layout in style.desired_input_layouts[:1]]
-        others = (*style.input_layouts[1:], *style.input_kwarg_layouts.values())
-        if desired != ["replicate"] or not sources[0].startswith("dim") or any(layout is not None for layout in others):
+        other_layouts = (*style.input_layouts[1:], *style.input_kwarg_layouts.values())
+        if (
+            desired != ["replicate"]
+            or not sources[0].startswith("dim")
+            or any(layout is not None for layout in other_layouts)
+        ):
             return "it does more than gather its first input"
         readers = readers_of_input(target.__class__) if _is_stock(target) else None
         linears = [getattr(target, name, None) for name in readers or ()]

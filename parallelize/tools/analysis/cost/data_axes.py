@@ -121,9 +121,9 @@ def _reduce_scatter(bucket: Sequence[ParameterShard], view: DataView) -> Iterato
     local = (sum(shard.padded_numel(ranks) for shard in bucket) + len(bucket)) * setting.gradient_bytes
     op = "all_to_all" if setting.transport == "gloo" else "reduce_scatter"
     yield Message(op, axis, ranks, ranks * local, _bucket_name(bucket), "backward")
-    others = [name for name in view.axes if name != axis]
-    if others:
-        name, size = view.name(others), view.mesh.ranks(*others)
+    other_axes = [name for name in view.axes if name != axis]
+    if other_axes:
+        name, size = view.name(other_axes), view.mesh.ranks(*other_axes)
         yield Message("all_reduce", name, size, local, _bucket_name(bucket), "backward")
 
 

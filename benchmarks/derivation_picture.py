@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from parallelize import derive_plan
-from parallelize.plan.dims.classes import Classes, output_dim
+from parallelize.plan.dims.factor_analysis import FactorAnalysis, output_dim
 from parallelize.plan.dims.factors import Factor, size_of
 from parallelize.plan.dims.trace import record_forward
 from parallelize.plan.models.example_inputs import inputs_of
@@ -33,17 +33,17 @@ def draw() -> str:
     """The picture, as a standalone SVG."""
     derived = derive_plan(MODEL_TYPE, verified=False)
     model = derived.model
-    classes = Classes(record_forward(model, inputs_of(source_of(MODEL_TYPE), model)), model)
-    candidates = [c for c in classes.choose().candidates if any(name.startswith(LAYER) for name in c.linears)]
+    analysis = FactorAnalysis(record_forward(model, inputs_of(source_of(MODEL_TYPE), model)), model)
+    candidates = [c for c in analysis.choose().candidates if any(name.startswith(LAYER) for name in c.linears)]
     colors = {candidate.factor: f"c{2 * index}" for index, candidate in enumerate(candidates)}
     body = [text_at(_NAME, 24, TITLE, style="title", size=15)]
     heads = ((_INPUT, "input"), (_OUTPUT, "output"), (_STYLE, "style in the plan"))
     body += [text_at(x, 54, head, style="quiet") for x, head in heads]
     for number, name in enumerate(LINEARS):
-        body += _draw_linear(classes, LAYER + name, _style(derived.plan, LAYER + name), colors, _TOP + number * _ROW)
-    hidden = classes.parts_of(classes.record.parameters[f"{LAYER}{LINEARS[0]}.weight"][1])[0][0]
+        body += _draw_linear(analysis, LAYER + name, _style(derived.plan, LAYER + name), colors, _TOP + number * _ROW)
+    hidden = analysis.parts_of(analysis.record.parameters[f"{LAYER}{LINEARS[0]}.weight"][1])[0][0]
     entries = [(color, f"one axis of {factor.size}: rank 0 dark, rank 1 pale") for factor, color in colors.items()]
-    entries.append(("c6 pale3", f"full on each rank: {classes.blocked[hidden].reason}"))
+    entries.append(("c6 pale3", f"full on each rank: {analysis.blocked[hidden].reason}"))
     keys, bottom = legend(entries, _NAME, _WIDTH, _TOP + len(LINEARS) * _ROW + 6)
     svg = picture(TITLE, _WIDTH, bottom + 8, [*body, *keys])
     head, _, rest = svg.partition(">")
@@ -55,13 +55,13 @@ def _style(plan: Plan, name: str) -> str:
     return next(str(rule.style) for rule in plan.rules if matches(rule.pattern, name) and not is_default(rule.pattern))
 
 
-def _draw_linear(classes: Classes, name: str, style: str, colors: Colors, top: float) -> Iterator[str]:
-    weight = classes.record.parameters[f"{name}.weight"]
-    out = output_dim(classes.linears[name])
+def _draw_linear(analysis: FactorAnalysis, name: str, style: str, colors: Colors, top: float) -> Iterator[str]:
+    weight = analysis.record.parameters[f"{name}.weight"]
+    out = output_dim(analysis.linears[name])
     yield text_at(_NAME, top + 15, name.removeprefix(LAYER), style="title", size=13)
-    yield from _bar(classes.parts_of(weight[1 - out]), colors, _INPUT, top)
+    yield from _bar(analysis.parts_of(weight[1 - out]), colors, _INPUT, top)
     yield line((_INPUT + _BAR + 10, top + _HEIGHT / 2), (_OUTPUT - 10, top + _HEIGHT / 2), "edge")
-    yield from _bar(classes.parts_of(weight[out]), colors, _OUTPUT, top)
+    yield from _bar(analysis.parts_of(weight[out]), colors, _OUTPUT, top)
     yield text_at(_STYLE, top + 15, style, size=12)
 
 

@@ -199,6 +199,8 @@ _provide(
     trace="parallelize.tools.analysis.automatic_trace",
     tensor_guards="parallelize.axes.tensor.torch_styles.tensor_guards",
     data_guards="parallelize.axes.zero.data_guards",
+    adapted_experts="parallelize.adapters.adapted_experts",
+    adapted_layers="parallelize.adapters.adapted_layers",
     adapter_guards="parallelize.adapters.adapter_guards",
     loop_guards="parallelize.training.loop_guards",
 )

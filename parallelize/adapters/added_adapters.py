@@ -116,7 +116,7 @@ def _plan_added(model: nn.Module) -> None:
     unplanned = [name for name in copied_layers(facts) if f"{name}.{ORIGINAL}" not in planned]
     copied = [name for name in unplanned if name in edges or applied(model).data is not None]
     cut = pipeline_cut(model)
-    if cut is not None and not cut.facts.owners.keys() >= added.keys():
+    if cut is not None and not cut.facts.parameter_fqns.keys() >= added.keys():
         _changed(weakref.ref(model))  # a stage that is called by itself, which is refused: the next step takes them
         return
     if not added and not copied:
@@ -141,7 +141,7 @@ def _names_inside(facts: ModelFacts, layer: str) -> Iterator[str]:
 
 
 def _refuse_adapted_experts(record: PlanRecord, facts: ModelFacts) -> None:
-    """Refuse adapters of experts of which a rank has some: each adapter has all experts in one matrix."""
+    """Refuse adapters of experts that are divided over ranks: each adapter has all experts in one matrix."""
     for name in adapted_layers(facts):
         is_new = installed(facts.objects[name]) is None and hasattr(facts.objects[name], "parameter_name")
         if is_new and (record.folded is not None or record.resolved.options.expert_ranks > 1):
@@ -160,7 +160,7 @@ def _refuse(model: nn.Module, record: PlanRecord, facts: ModelFacts, copied: lis
         f"{copied[0] if copied else ''} was copied, on a mesh with data axes": bool(copied) and data is not None,
         f"{copied[0] if copied else ''} is where sequence parallelism ends, and was copied": bool(copied)
         and data is None,
-        "its plan is a dict of style objects": record.resolved.plan.unclaimed == "leave",
+        "its plan is a dict of style objects": record.resolved.plan.on_unclaimed == "leave",
     }
     for reason, is_so in reasons.items():
         if is_so:
@@ -221,18 +221,18 @@ def _rows(record: PlanRecord, facts: ModelFacts, added: Mapping[str, Any]) -> tu
     """(the plan with its adapters, the rows of what was added)."""
     stock = record.resolved.plan
     plan = for_adapters(stock, facts)
-    owners = {name.rpartition(".")[0] for name in added}
-    new = {*added, *owners, *(name for name in adapted_layers(facts) if not _is_wrapped(facts, name))}
+    modules = {name.rpartition(".")[0] for name in added}
+    new = {*added, *modules, *(name for name in adapted_layers(facts) if not _is_wrapped(facts, name))}
     rules = tuple(rule for rule in plan.rules if _names_any(rule, new))
     options = replace(stock.options, loss_parallel=False, fuse_loss=False, ep=1, etp=1)
     used = {name for rule in rules for name in rule.style.sizes}
     sizes = {name: size for name, size in stock.sizes.items() if name in used}
     part = replace(
-        plan, rules=rules, sizes=sizes, options=options, local=(), local_inputs=(), ties=(), unclaimed="replicate"
+        plan, rules=rules, sizes=sizes, options=options, local=(), local_inputs=(), ties=(), on_unclaimed="replicate"
     )
     parameters = {name: facts.parameters[name] for name in added}
     names = {name: fact.fqn for fact in parameters.values() for name in fact.names}
-    return plan, tensor_rows(part, replace(facts, parameters=parameters, owners=names), record.group.size)
+    return plan, tensor_rows(part, replace(facts, parameters=parameters, parameter_fqns=names), record.group.size)
 
 
 def _is_wrapped(facts: ModelFacts, name: str) -> bool:
@@ -244,8 +244,8 @@ def _names_any(rule: Rule, names: set[str]) -> bool:
 
 
 def _modules_of(facts: ModelFacts, rows: TensorRows) -> dict[str, None]:
-    owners = (fqn.rpartition(".")[0] for fqn in rows.parameters)
-    return dict.fromkeys([*rows.modules, *owners])
+    modules = (fqn.rpartition(".")[0] for fqn in rows.parameters)
+    return dict.fromkeys([*rows.modules, *modules])
 
 
 def _renamed(resolved: ResolvedPlan, plan: Plan, facts: ModelFacts, rows: TensorRows) -> ResolvedPlan:
@@ -258,12 +258,14 @@ def _renamed(resolved: ResolvedPlan, plan: Plan, facts: ModelFacts, rows: Tensor
         return by_layer.get(name, name)
 
     def of_parameter(row: ParameterRow) -> ParameterRow:
-        owners = ((name.rpartition(".")[0], name.rpartition(".")[2]) for name in row.fact.names)
-        return replace(row, fact=replace(row.fact, names=tuple(f"{of_module(owner)}.{key}" for owner, key in owners)))
+        keys = ((name.rpartition(".")[0], name.rpartition(".")[2]) for name in row.fact.names)
+        return replace(row, fact=replace(row.fact, names=tuple(f"{of_module(module)}.{key}" for module, key in keys)))
 
     modules = {of_module(name): replace(row, fqn=of_module(name)) for name, row in resolved.modules.items()}
-    modules = {name: row for name, row in modules.items() if name in facts.aliases}
-    parameters = {row.fqn: row for row in map(of_parameter, resolved.parameters.values()) if row.fqn in facts.owners}
+    modules = {name: row for name, row in modules.items() if name in facts.module_fqns}
+    parameters = {
+        row.fqn: row for row in map(of_parameter, resolved.parameters.values()) if row.fqn in facts.parameter_fqns
+    }
     return replace(
         resolved, plan=plan, facts=facts, modules=modules | rows.modules, parameters=parameters | rows.parameters
     )

@@ -66,17 +66,17 @@ def refuse_merging_into_shards(layer: nn.Module, base: nn.Module) -> None:
     which were added later."""
     bases = {id(parameter) for parameter in base.parameters()}
     adapters = (parameter for parameter in layer.parameters() if id(parameter) not in bases)
-    if _is_sharded_by_rows(base) and not all(map(_is_of_rows, adapters)):
+    if _is_sharded_by_rows(base) and not all(map(_is_sharded_over_data, adapters)):
         what = "adapters that were added under ZeRO 3 are merged, and this rank stores rows of the layers"
         raise ModelError(Problem("unplanned-adapter", what, fix=_MERGE))
 
 
 def _is_sharded_by_rows(module: nn.Module) -> bool:
     """Whether `fully_shard` has sharded it, which gathers it before its forward."""
-    return _is_of_rows(module._parameters.get("weight"))
+    return _is_sharded_over_data(module._parameters.get("weight"))
 
 
-def _is_of_rows(parameter: Any) -> bool:
+def _is_sharded_over_data(parameter: Any) -> bool:
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
     return not {*DATA_AXES}.isdisjoint(names or ())
 
@@ -114,7 +114,7 @@ def _refuse_of_shards(cls: Any, name: str, module_of: Callable[..., Any], fix: s
 
 _FIRST_OR_ZERO_2 = "get_peft_model(model, config) first, then parallelize_model(model, mesh, zero=3); or zero=2"
 _COPY_WEIGHTS = ("modules_to_save", "trainable_token_indices", "token_indices")
-"""Settings of PEFT by which an adapter begins with weights of the model."""
+"""Settings of PEFT that let an adapter begin with weights of the model."""
 
 
 def add_to_sharded_units() -> None:
@@ -149,13 +149,13 @@ def plan_before_merging() -> None:
     tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
     for name in ("merge_adapter", "_unload_and_optionally_merge"):
         if hasattr(tuner, name):
-            patches.replace(tuner, name, _of_planned_model)
+            patches.replace(tuner, name, _plan_before_merging_all)
     for name, layers in list(sys.modules.items()):
         if name.startswith("peft.tuners.") and hasattr(layers, "check_adapters_to_merge"):
-            patches.replace(layers, "check_adapters_to_merge", _of_planned_layer)
+            patches.replace(layers, "check_adapters_to_merge", _plan_before_merging_layer)
 
 
-def _of_planned_model(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _plan_before_merging_all(stock: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a tuner that merges the adapters of all layers."""
 
     def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ def _of_planned_model(stock: Callable[..., Any]) -> Callable[..., Any]:
     return merge
 
 
-def _of_planned_layer(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _plan_before_merging_layer(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The function that each layer calls for the adapters to merge: also of layers that are merged by themselves."""
 
     def check(layer: Any, *args: Any, **kwargs: Any) -> Any:

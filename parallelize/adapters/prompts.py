@@ -112,7 +112,7 @@ def _planned(peft_model: Any) -> nn.Module | None:
 
 
 def _sum_gradients(encoder: nn.Module, planned: nn.Module | None) -> Any:
-    """A hook by which the gradients of what the encoder returns are summed over ranks; None on one rank."""
+    """A hook that sums the gradients of the encoder's results over ranks; None on one rank."""
     record = record_of(planned) if planned is not None else None
     if record is None or record.group.size == 1:
         return None
@@ -188,10 +188,10 @@ def serve_local_prefixes() -> None:
     """Let PEFT, where it is imported, give a planned model the keys and values of this rank's heads."""
     prompts: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
     if prompts is not None:
-        patches.replace(prompts, "get_prompt", _of_local_heads)
+        patches.replace(prompts, "get_prompt", _prompt_of_local_heads)
 
 
-def _of_local_heads(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _prompt_of_local_heads(stock: Callable[..., Any]) -> Callable[..., Any]:
     """`PeftModel.get_prompt` of a planned model, whose keys and values of prefix tuning are those of the heads of this
     rank."""
 
@@ -214,11 +214,11 @@ def serve_stage_prompts() -> None:
     """Let PEFT, where it is imported, call the module of frozen prefixes in a model that is cut into stages."""
     model: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
     if model is not None:
-        patches.replace(model, "get_prompt", _by_call)
-        patches.replace(model, "_setup_prompt_encoder", _before_the_cut)
+        patches.replace(model, "get_prompt", _prompt_in_call)
+        patches.replace(model, "_setup_prompt_encoder", _refuse_prompts_around_stages)
 
 
-def _before_the_cut(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_prompts_around_stages(stock: Callable[..., Any]) -> Callable[..., Any]:
     """`PeftModel._setup_prompt_encoder`. Raises: ModelError `added-parameter` of prompts around a model that is cut:
     steps would not run them."""
 
@@ -232,7 +232,7 @@ def _before_the_cut(stock: Callable[..., Any]) -> Callable[..., Any]:
     return setup
 
 
-def _by_call(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _prompt_in_call(stock: Callable[..., Any]) -> Callable[..., Any]:
     def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
         with _called(peft_model):
             return stock(peft_model, *args, **kwargs)

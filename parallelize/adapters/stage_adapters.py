@@ -67,7 +67,7 @@ class StageAdapters:
         self._is_changed = False
         self._watch(module)
         now = describe(module)
-        if not any(is_adapter_parameter(name) and name not in cut.facts.owners for name in now.owners):
+        if not any(is_adapter_parameter(name) and name not in cut.facts.parameter_fqns for name in now.parameter_fqns):
             return
         with agree_on(cut.mesh, call=_CALL):
             _refuse(module, cut, now)
@@ -80,7 +80,7 @@ class StageAdapters:
         over_all_axes = resolved if earlier is cut.resolved else resolve_again(earlier, resolved.facts)
         mark_applied(module, cut=replace(cut, resolved=resolved), resolved=over_all_axes)
         for unit in cut.stages.units:
-            if unit in now.aliases and not cut.present(unit):
+            if unit in now.module_fqns and not cut.present(unit):
                 inner = module.get_submodule(unit)
                 for parameter in inner.parameters():
                     mark_parameter(parameter, absent=True)
@@ -94,11 +94,11 @@ class StageAdapters:
 def _refuse(module: nn.Module, cut: Cut, now: ModelFacts) -> None:
     """Refuse what PEFT can only be asked for before the cut."""
     plan = cut.resolved.plan
-    added = [name for name in now.owners if name not in cut.facts.owners and is_adapter_parameter(name)]
+    added = [name for name in now.parameter_fqns if name not in cut.facts.parameter_fqns and is_adapter_parameter(name)]
     dropping = [name for name, inner in now.objects.items() if _drops_by_chance(inner)]
     copied = [name for name in copied_layers(now) if f"{name}.{ORIGINAL}" not in cut.facts.modules]
     reasons = {
-        "its plan is a dict of style objects": plan.unclaimed == "leave",
+        "its plan is a dict of style objects": plan.on_unclaimed == "leave",
         "collectives of its linears overlap with their matmuls": plan.options.overlap not in (None, "off"),
         f"{dropping[0] if dropping else ''} would draw masks that depend on the mesh": bool(dropping),
         f"{copied[0] if copied else ''} was copied, on a mesh with tp": bool(copied) and cut.resolved.tp_size > 1,
@@ -145,10 +145,10 @@ def show_absent_to_peft() -> None:
     if tuners is not None:
         patches.replace(tuners.BaseTuner, "inject_adapter", _with_absent_weights)
     if hasattr(tuners, "_set_layer_requires_grad"):
-        patches.replace(tuners, "_set_layer_requires_grad", _of_present)
+        patches.replace(tuners, "_set_layer_requires_grad", _skip_absent)
 
 
-def _of_present(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _skip_absent(stock: Callable[..., Any]) -> Callable[..., Any]:
     """PEFT's function that freezes or unfreezes an adapter, which in a dictionary of parameters is None where it is
     absent."""
 

@@ -1,7 +1,8 @@
 """What lower rooms call of higher ones, by a name: the package's map of public names says where each stands.
 
-A plan `"auto"` is derived by running forwards and `verify`, and a plan is traced by the tools that explain it: both
-stand above what asks for them. Nothing is imported before it is asked for.
+A plan `"auto"` is derived by running forwards and `verify`, a plan is traced by the tools that explain it, and the
+forwards of layers with adapters stand in the room of adapters: all are above what asks for them. Nothing is imported
+before it is asked for.
 """
 
 from __future__ import annotations

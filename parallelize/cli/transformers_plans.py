@@ -32,19 +32,19 @@ def read_source(source: str, base: str | None = None, model_type: str | None = N
     """
     path = config_path(Path(source))
     if path.suffix != ".json" and not path.exists():
-        return _of_model(source, source)
+        return _plan_of_model(source, source)
     data = _read(path)
     if problems := config_problems(data, str(path)):
         raise ModelError(*problems)
     words = data.get("base_model_tp_plan")
     if words is None and "model_type" in data:
-        return _of_model(str(path), str(data["model_type"]))
+        return _plan_of_model(str(path), str(data["model_type"]))
     if words is None:
-        return _of_words(data, str(path), base or "model", model_type or "")
+        return _plan_of_words(data, str(path), base or "model", model_type or "")
     fields = {key: value for key, value in data.items() if key != "base_model_tp_plan"}
     type_in_file = data.get("model_type", "")
     model_type = model_type or (type_in_file if isinstance(type_in_file, str) else "")
-    return _of_words(words, str(path), base or "model", model_type, fields)
+    return _plan_of_words(words, str(path), base or "model", model_type, fields)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _of_words(
+def _plan_of_words(
     words: Any, source: str, base: str, model_type: str, fields: Mapping[str, Any] | None = None
 ) -> ForeignPlan:
     if not isinstance(words, dict) or not words or not all(isinstance(word, str) for word in words.values()):
@@ -75,7 +75,7 @@ def _of_words(
     return ForeignPlan(words, source, model_type, base, fields=fields or {})
 
 
-def _of_model(text: str, model_type: str) -> ForeignPlan:
+def _plan_of_model(text: str, model_type: str) -> ForeignPlan:
     """The plan of the config's class, with facts of the model if the model can be built on the meta device."""
     from transformers import CONFIG_MAPPING
 
@@ -85,7 +85,7 @@ def _of_model(text: str, model_type: str) -> ForeignPlan:
     if cls is not None and not words:
         raise PlanError(_no_plan(text, cls))
     try:
-        return _of_built_model(text)
+        return _plan_of_built_model(text)
     except Exception as error:  # a class of transformers may raise anything for a config of default values
         is_refused = isinstance(error, ModelError) and text != model_type  # the values of a file
         if is_refused or not words:
@@ -94,7 +94,7 @@ def _of_model(text: str, model_type: str) -> ForeignPlan:
         return ForeignPlan(words, text, model_type, no_model_reason=why)
 
 
-def _of_built_model(text: str) -> ForeignPlan:
+def _plan_of_built_model(text: str) -> ForeignPlan:
     from parallelize.plan.models.model_source import read_model
 
     source = read_model(text)
@@ -102,7 +102,7 @@ def _of_built_model(text: str) -> ForeignPlan:
     words = words_of(config)
     if not words:
         raise PlanError(_no_plan(text, type(config)))
-    return _with_facts(text, words, config, model)
+    return _plan_with_facts(text, words, config, model)
 
 
 def expert_layout(model_type: str) -> Mapping[str, bool] | None:
@@ -118,7 +118,7 @@ def expert_layout(model_type: str) -> Mapping[str, bool] | None:
     return next((facts.flags for facts in describe(model).modules.values() if facts.kind == "experts"), {})
 
 
-def _with_facts(text: str, words: Mapping[str, str], config: Any, model: Any) -> ForeignPlan:
+def _plan_with_facts(text: str, words: Mapping[str, str], config: Any, model: Any) -> ForeignPlan:
     """The words, with facts of the model that they do not say."""
     base = next((name for name, module in model.named_modules() if module is model.base_model and name), "")
     return ForeignPlan(
@@ -126,7 +126,7 @@ def _with_facts(text: str, words: Mapping[str, str], config: Any, model: Any) ->
         text,
         config.model_type,
         base,
-        head={pattern: word for pattern, word in (model._tp_plan or {}).items() if _outside(pattern, base)},
+        head={pattern: word for pattern, word in (model._tp_plan or {}).items() if _is_outside(pattern, base)},
         fields={name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")},
         parameters=tuple(name for name, _ in model.named_parameters(remove_duplicate=False)),
         counts=_counts(model),
@@ -144,7 +144,7 @@ def _counts(model: Any) -> dict[str, dict[str, int]]:
     return counts
 
 
-def _outside(pattern: str, base: str) -> bool:
+def _is_outside(pattern: str, base: str) -> bool:
     """Whether a pattern is the class's own: models merge the plans of their submodules into the same dict."""
     return not base or not pattern.startswith(f"{base}.")
 

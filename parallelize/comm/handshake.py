@@ -106,7 +106,7 @@ def _judge(
             errors[rank] = error
         else:
             facts[rank] = json.loads(zlib.decompress(store.get(key)))
-    return [*_not_here(errors, call), *_differences(facts)], list(errors)
+    return [*_problems_of_absent_ranks(errors, call), *_differences(facts)], list(errors)
 
 
 def silent_ranks(ranks: list[int], occasion: str, timeout_s: float) -> list[int]:
@@ -137,7 +137,7 @@ def silent_ranks(ranks: list[int], occasion: str, timeout_s: float) -> list[int]
 def _await_verdict(store: dist.Store, prefix: str, ranks: list[int], timeout_s: float, call: str) -> list[Problem]:
     if error := wait_for_key(store, f"{prefix}/verdict", ranks[0], timeout_s):
         if error != LATE:
-            return _not_here({ranks[0]: error}, call)
+            return _problems_of_absent_ranks({ranks[0]: error}, call)
         try:
             return [
                 _missing([rank for rank in ranks if not store.check([f"{prefix}/facts/{rank}"])] or ranks[:1], call)
@@ -148,8 +148,8 @@ def _await_verdict(store: dist.Store, prefix: str, ranks: list[int], timeout_s: 
     return [Problem(slug, what, rows=tuple(map(tuple, rows)), fix=fix) for slug, what, rows, fix in verdict]
 
 
-def _not_here(errors: dict[int, str], call: str) -> list[Problem]:
-    """The ranks that have ended with an error, and those of which nothing is known."""
+def _problems_of_absent_ranks(errors: dict[int, str], call: str) -> list[Problem]:
+    """A problem for each rank that ended with an error, and one for the ranks that are late."""
     failed = [(rank, error) for rank, error in errors.items() if error != LATE]
     late = [rank for rank, error in errors.items() if error == LATE]
     problems = [

@@ -100,11 +100,11 @@ def shorten_tracebacks(error: BaseException) -> None:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         if isinstance(link, ParallelizeError):
-            link.__traceback__ = _of_caller(link.__traceback__) or link.__traceback__
+            link.__traceback__ = _traceback_of_caller(link.__traceback__) or link.__traceback__
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _of_caller(trace: TracebackType | None) -> TracebackType | None:
+def _traceback_of_caller(trace: TracebackType | None) -> TracebackType | None:
     kept: list[TracebackType] = []
     while trace is not None:
         if is_of_caller(trace.tb_frame):

@@ -14,7 +14,7 @@ def count_ranks(config: RunConfig, launcher: Launcher, requested: int | None) ->
 
     Raises: LaunchError `uneven-nodes`, `no-gpu`.
     """
-    gpus = torch.cuda.device_count() if _on_gpus(config) else 0
+    gpus = torch.cuda.device_count() if _uses_gpus(config) else 0
     if requested is not None or launcher.ranks_per_node is not None:
         ranks = requested if requested is not None else launcher.ranks_per_node or 1
     elif config.mesh is None:
@@ -26,23 +26,23 @@ def count_ranks(config: RunConfig, launcher: Launcher, requested: int | None) ->
             raise LaunchError(
                 Problem("uneven-nodes", what, config.place("mesh"), fix="another mesh, or another number of nodes")
             )
-    if _on_gpus(config) and ranks > gpus:
+    if _uses_gpus(config) and ranks > gpus:
         what = f"{ranks} ranks need {ranks} GPUs, and this machine has {gpus}"
         raise LaunchError(Problem("no-gpu", what, config.place("mesh"), fix="--ranks N, another mesh, or device: cpu"))
     return ranks
 
 
-def _on_gpus(config: RunConfig) -> bool:
+def _uses_gpus(config: RunConfig) -> bool:
     return config.device == "cuda" or (not config.device and torch.cuda.is_available())
 
 
 def fewer_ranks(config: RunConfig, ranks: int) -> int | None:
-    """The largest number below `ranks` for which a mesh fits; None where there is none. Cost: a `fit` of each number
+    """The largest number below `ranks` with a mesh that fits; None where there is none. Cost: a `fit` of each number
     tried."""
     from parallelize.launch.preflight.mesh_choice import choose_mesh
     from parallelize.launch.preflight.prediction import machine_of, subject_of
 
-    device = "cuda" if _on_gpus(config) else "cpu"
+    device = "cuda" if _uses_gpus(config) else "cpu"
     subject, machine = subject_of(config), machine_of(config, device)
     for count in range(ranks - 1, 0, -1):
         try:

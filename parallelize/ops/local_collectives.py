@@ -192,7 +192,7 @@ def _dim(x: torch.Tensor, dim: int) -> int:
 
 
 def _full(x: torch.Tensor, group: Group, dim: int, full: int | None) -> int:
-    """The size of `dim` over all ranks, of which `x` must have this rank's part."""
+    """The size of `dim` over all ranks; `x` must have this rank's part of it."""
     if full is None:
         return _sum_of_parts(over_ranks(group, x.shape[dim], x.device), dim)
     start, stop = even_interval(full, group.size, group.rank)

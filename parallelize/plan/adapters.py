@@ -79,17 +79,17 @@ def for_adapters(plan: Plan, model: ModelFacts) -> Plan:
 
     Raises: PlanError `unplanned-adapter`.
     """
-    if plan.unclaimed == "leave":  # a dict of style objects names each module itself
+    if plan.on_unclaimed == "leave":  # a dict of style objects names each module itself
         return plan
     adapted, copied = adapted_layers(model), copied_layers(model)
     rules = _Rules(model, adapted, copied)
     if not adapted and not copied:
         return replace(plan, rules=(*plan.rules, *rules.of_prompts(plan)))
-    made = tuple(new for rule in plan.rules for new in rules.of(rule))
+    adapted_rules = tuple(new for rule in plan.rules for new in rules.of(rule))
     if problems := [*rules.problems, *rules.unplanned()]:
         raise PlanError(*problems)
     ties = tuple(replace(tie, members=tuple(map(rules.parameter, tie.members))) for tie in plan.ties)
-    return replace(plan, rules=(*made, *rules.of_prompts(plan)), ties=ties)
+    return replace(plan, rules=(*adapted_rules, *rules.of_prompts(plan)), ties=ties)
 
 
 def refuse_over_axes(model: ModelFacts, mesh: MeshSpec) -> None:
@@ -165,28 +165,28 @@ class _Rules:
             yield rule
             return
         for pattern in alternatives(rule.pattern):
-            yield from self._of_pattern(replace(rule, pattern=pattern))
+            yield from self._rules_of_pattern(replace(rule, pattern=pattern))
 
-    def _of_pattern(self, rule: Rule) -> Iterator[Rule]:
+    def _rules_of_pattern(self, rule: Rule) -> Iterator[Rule]:
         matched = self._match(rule.pattern)
         if not matched.adapted and not matched.copied:
-            yield from self._of_parameter(rule)
+            yield from self._rules_of_parameter(rule)
             return
         layers = (*matched.adapted, *matched.copied)
         self.planned |= {*layers}
         if not matched.stock and len({*map(self._structure, layers)}) == 1:  # the pattern stands for all of them
-            yield from self._of_layer(rule, rule.pattern, layers[0])
+            yield from self._rules_of_layer(rule, rule.pattern, layers[0])
             return
         for name in layers:
-            yield from self._of_layer(rule, name, name)
+            yield from self._rules_of_layer(rule, name, name)
         yield from (replace(rule, pattern=name) for name in matched.stock)
 
-    def _of_layer(self, rule: Rule, pattern: str, name: str) -> Iterator[Rule]:
+    def _rules_of_layer(self, rule: Rule, pattern: str, name: str) -> Iterator[Rule]:
         """name: of the first of the layers that `pattern` stands for."""
         return self._copies(rule, pattern) if name in self.copied else self._parts(rule, pattern, name)
 
     def _match(self, pattern: str) -> _Matched:
-        names = [name for name in self.model.aliases if matches(pattern, name)]
+        names = [name for name in self.model.module_fqns if matches(pattern, name)]
         stock = tuple(name for name in names if name not in self.adapted and name not in self.copied)
         return _Matched(
             tuple(name for name in names if name in self.adapted),
@@ -285,13 +285,13 @@ class _Rules:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def _of_parameter(self, rule: Rule) -> Iterator[Rule]:
+    def _rules_of_parameter(self, rule: Rule) -> Iterator[Rule]:
         """A rule that names no adapted layer: it may name a parameter of one, or a module inside of a copied one."""
         owner, _, key = rule.pattern.rpartition(".")
-        names_modules = any(matches(rule.pattern, name) for name in self.model.aliases)
+        names_modules = any(matches(rule.pattern, name) for name in self.model.module_fqns)
         matched = self._match(owner) if owner and not names_modules else _Matched((), (), ())
         if matched.adapted or matched.copied:
-            names = [name for name in self.model.owners if matches(rule.pattern, name)]
+            names = [name for name in self.model.parameter_fqns if matches(rule.pattern, name)]
             yield from (replace(rule, pattern=name) for name in names)
             yield from (replace(rule, pattern=f"{name}.{BASE}.{key}") for name in matched.adapted)
             for name in matched.copied:

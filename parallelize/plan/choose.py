@@ -93,7 +93,7 @@ def translate(model: Any, base: Any, words: dict[str, str]) -> Plan:
         name=getattr(model.config, "model_type", "translated"),
         rules=rules,
         source=_TRANSLATED,
-        unclaimed="replicate",
+        on_unclaimed="replicate",
     )
 
 
@@ -113,7 +113,7 @@ def plan_of(module: Any, plan: Any, tp: int = 2) -> Plan:
         return load_plan(plan)
     if isinstance(plan, Mapping) and all(isinstance(style, str) for style in plan.values()):
         rules = tuple(Rule(pattern, parse_style(style, pattern), "plan dict") for pattern, style in plan.items())
-        return Plan("dict", rules, source="plan dict", unclaimed="replicate")
+        return Plan("dict", rules, source="plan dict", on_unclaimed="replicate")
     raise PlanError(
         Problem(
             "bad-plan",

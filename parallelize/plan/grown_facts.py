@@ -31,7 +31,7 @@ def with_adapters(before: ModelFacts, now: ModelFacts, trains: Mapping[str, bool
     """
     known = {id(module): before.modules[name] for name, module in before.objects.items()}
     originals = {id(copy): id(original) for original, copy in _copies(now)}
-    slots, aliases = _facts_by_slot(before), _aliases_of(now)
+    slots, module_names = _facts_by_slot(before), _module_names(now)
     modules: dict[str, ModuleFacts] = {}
     facts: dict[tuple[int, int], ParameterFacts] = {}
     names: dict[tuple[int, int], list[str]] = {}
@@ -39,24 +39,29 @@ def with_adapters(before: ModelFacts, now: ModelFacts, trains: Mapping[str, bool
         source = id(module) if id(module) in known else originals.get(id(module), 0)
         modules[first] = _module_facts(now.modules[first], module, known.get(source))
         for key in modules[first].shapes:
-            fact = slots.get((source, key)) or now.parameters[now.owners[_joined(first, key)]]
+            fact = slots.get((source, key)) or now.parameters[now.parameter_fqns[_joined(first, key)]]
             identity = id(fact), id(module) if source not in (0, id(module)) else 0  # each copy has its own
             facts[identity] = fact
-            names.setdefault(identity, []).extend(_joined(name, key) for name in aliases[id(module)])
+            names.setdefault(identity, []).extend(_joined(name, key) for name in module_names[id(module)])
     parameters = {
         of[0]: replace(facts[key], names=tuple(of), requires_grad=any(trains.get(name, False) for name in of))
         for key, of in names.items()
     }
-    owners = {name: fact.fqn for fact in parameters.values() for name in fact.names}
+    parameter_fqns = {name: fact.fqn for fact in parameters.values() for name in fact.names}
     return replace(
-        before, modules=modules, objects=now.objects, aliases=now.aliases, parameters=parameters, owners=owners
+        before,
+        modules=modules,
+        objects=now.objects,
+        module_fqns=now.module_fqns,
+        parameters=parameters,
+        parameter_fqns=parameter_fqns,
     )
 
 
-def _aliases_of(model: ModelFacts) -> dict[int, list[str]]:
+def _module_names(model: ModelFacts) -> dict[int, list[str]]:
     """id of a module -> all its names."""
     names: dict[int, list[str]] = {}
-    for name, first in model.aliases.items():
+    for name, first in model.module_fqns.items():
         names.setdefault(id(model.objects[first]), []).append(name)
     return names
 
@@ -88,9 +93,9 @@ def _module_facts(now: ModuleFacts, module: Any, known: ModuleFacts | None) -> M
 
 def _facts_by_slot(model: ModelFacts) -> dict[Slot, ParameterFacts]:
     slots = {}
-    for name, first in model.owners.items():
+    for name, first in model.parameter_fqns.items():
         owner, _, key = name.rpartition(".")
-        slots[id(model.objects[model.aliases[owner]]), key] = model.parameters[first]
+        slots[id(model.objects[model.module_fqns[owner]]), key] = model.parameters[first]
     return slots
 
 

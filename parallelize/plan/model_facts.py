@@ -64,17 +64,17 @@ class ModelFacts:
         root: the model.
         modules: first fqn of each module to its facts.
         objects: first fqn of each module to the module.
-        aliases: every fqn of each module, also of a reused one, to its first fqn.
+        module_fqns: every fqn of each module, also of a reused one, to its first fqn.
         parameters: by first fqn.
-        owners: every fqn of each parameter to its first fqn.
+        parameter_fqns: every fqn of each parameter to its first fqn.
     """
 
     root: Any
     modules: dict[str, ModuleFacts]
     objects: dict[str, Any]
-    aliases: dict[str, str]
+    module_fqns: dict[str, str]
     parameters: dict[str, ParameterFacts]
-    owners: dict[str, str]
+    parameter_fqns: dict[str, str]
 
     @property
     def config(self) -> Any:
@@ -94,7 +94,7 @@ class ModelFacts:
             self.root,
             {name: facts for name, facts in self.modules.items() if present(name)},
             {name: module for name, module in objects.items() if present(name)},
-            {name: first for name, first in self.aliases.items() if present(name)},
+            {name: first for name, first in self.module_fqns.items() if present(name)},
             parameters,
             {name: fact.fqn for fact in parameters.values() for name in fact.names},
         )
@@ -110,14 +110,14 @@ class ModelFacts:
 def describe(model: Any) -> ModelFacts:
     """Read names, shapes and ties of a module tree."""
     first_of: dict[int, str] = {}
-    aliases, objects, modules = {}, {}, {}
+    module_fqns, objects, modules = {}, {}, {}
     for name, module in model.named_modules(remove_duplicate=False):
-        aliases[name] = first_of.setdefault(id(module), name)
-        if aliases[name] == name:
+        module_fqns[name] = first_of.setdefault(id(module), name)
+        if module_fqns[name] == name:
             objects[name] = module
             modules[name] = _module_facts(name, module)
     quantized = {f"{name}.{key}".lstrip("."): facts for name, facts in modules.items() for key in facts.packs}
-    return ModelFacts(model, modules, objects, aliases, *_parameters(model, quantized))
+    return ModelFacts(model, modules, objects, module_fqns, *_parameters(model, quantized))
 
 
 def _parameters(model: Any, quantized: dict[str, ModuleFacts]) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
@@ -127,17 +127,17 @@ def _parameters(model: Any, quantized: dict[str, ModuleFacts]) -> tuple[dict[str
         names.setdefault(id(parameter), []).append(name)
         tensors[id(parameter)] = parameter
     parameters: dict[str, ParameterFacts] = {}
-    owners: dict[str, str] = {}
+    parameter_fqns: dict[str, str] = {}
     for key, fqns in names.items():
         tensor = tensors[key]
         dtype = str(tensor.dtype).removeprefix("torch.")
         fact = ParameterFacts(tuple(fqns), tuple(tensor.shape), dtype, tensor.requires_grad)
-        parameters[fqns[0]] = _of_codes(fact, quantized[fqns[0]]) if fqns[0] in quantized else fact
-        owners |= dict.fromkeys(fqns, fqns[0])
-    return parameters, owners
+        parameters[fqns[0]] = _facts_of_codes(fact, quantized[fqns[0]]) if fqns[0] in quantized else fact
+        parameter_fqns |= dict.fromkeys(fqns, fqns[0])
+    return parameters, parameter_fqns
 
 
-def _of_codes(fact: ParameterFacts, linear: ModuleFacts) -> ParameterFacts:
+def _facts_of_codes(fact: ParameterFacts, linear: ModuleFacts) -> ParameterFacts:
     """The facts of a parameter of a quantized linear."""
     key = fact.fqn.rpartition(".")[2]
     packs = linear.packs[key]

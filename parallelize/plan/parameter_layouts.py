@@ -56,19 +56,19 @@ class LayoutMaker:
         if use.dim is None:
             return replicated(fact.shape, self.tp_size), None
         if fact.block > 1 and use.dim == len(fact.shape) - 1:
-            return self._of_blocks(fact, use, rule)
+            return self._layout_of_blocks(fact, use, rule)
         if use.by_expert:
-            return self._of_experts(fact, use, use.dim, rule)
+            return self._layout_of_experts(fact, use, use.dim, rule)
         if use.dim >= len(fact.shape):
             what = f"{generic(fact.fqn)} has shape {list(fact.shape)}, no dim {use.dim}"
             return None, Problem("bad-dim", what, rule.where)
         if not use.unit and use.chunks == use.adjacent == 1:
             layout = chunked(fact.shape, use.dim, self.tp_size)
-            return layout, self._split_heads(fact, layout, rule) if self.plan.unclaimed != "leave" else None
+            return layout, self._split_heads(fact, layout, rule) if self.plan.on_unclaimed != "leave" else None
         chunks, problem = self._chunks(fact, use, rule)
         return (None, problem) if problem else (packed(fact.shape, use.dim, self.tp_size, chunks), None)
 
-    def _of_blocks(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[Layout | None, Problem | None]:
+    def _layout_of_blocks(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[Layout | None, Problem | None]:
         """Codes or scales, split where the weight that they stand for is split."""
         weight = replace(fact, shape=(*fact.shape[:-1], fact.shape[-1] * fact.packs), packs=1, block=1)
         layout, problem = self.layout(weight, use, rule)
@@ -95,7 +95,9 @@ class LayoutMaker:
             f"or leave {name} out of `modules`",
         )
 
-    def _of_experts(self, fact: ParameterFacts, use: Use, dim: int, rule: Rule) -> tuple[Layout | None, Problem | None]:
+    def _layout_of_experts(
+        self, fact: ParameterFacts, use: Use, dim: int, rule: Rule
+    ) -> tuple[Layout | None, Problem | None]:
         """Whole experts along their dim, or, where `dim` is another one, experts of which each is split along it."""
         options = self.plan.options
         num_ranks = max(self.tp_size, options.expert_ranks)
@@ -221,7 +223,7 @@ class LayoutMaker:
         if count := getattr(self.model.objects[owner], groups, None) if groups else None:
             return fact.shape[0] // int(count)
         for name in filter(None, (owner, owner.rpartition(".")[0])):
-            module = self.model.objects.get(self.model.aliases.get(name, name))
+            module = self.model.objects.get(self.model.module_fqns.get(name, name))
             for key in HEAD_WIDTHS:
                 if isinstance(width := getattr(module, key, None), int) and width > 0:
                     return width

@@ -26,7 +26,7 @@ from parallelize.plan.stage_ranks import ranks_of_stages
 from parallelize.plan.stages import Assignment, Costs, Stages, cut_stages
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
 
-NO_PLAN = Plan("none", (), unclaimed="replicate")
+NO_PLAN = Plan("none", (), on_unclaimed="replicate")
 """The plan of a model without one: every parameter is replicated over `tp`."""
 
 
@@ -151,14 +151,14 @@ def _stages(
 
 
 def for_model(plan: Plan, model: ModelFacts) -> Plan:
-    """The plan for this very model: without its head, wrapped by PEFT, with adapters.
+    """The plan for this very model: without its head, wrapped, with adapters.
 
     Raises: PlanError `unplanned-adapter`.
     """
     prefix = peft_prefix(model)
     plan = plan.for_config(partial(dotted, model.config))
     plan = _for_base_model(plan, model, prefix)
-    if prefix and plan.unclaimed != "leave":
+    if prefix and plan.on_unclaimed != "leave":
         outside = (prefix, f"{PROMPTS}.")
         plan = renamed(plan, lambda name: name if name.startswith(outside) else prefix + name)
     return for_adapters(plan, model)
@@ -167,7 +167,7 @@ def for_model(plan: Plan, model: ModelFacts) -> Plan:
 def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
     """The plan for a model without its head: rules of the base model lose their prefix, all others but the default are
     dropped."""
-    if not plan.base or prefix + plan.base in model.aliases:
+    if not plan.base or prefix + plan.base in model.module_fqns:
         return plan
     base = plan.base + "."
 
@@ -188,7 +188,9 @@ def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
         zero_units=tuple(filter(is_inside, plan.zero_units)),
         recompute_units=tuple(filter(is_inside, plan.recompute_units)),
         attention=tuple(item for item in plan.attention if is_inside(item.pattern)),
-        rules=tuple(map(_of_base, (rule for rule in plan.rules if is_inside(rule.pattern) or rule.pattern == _ALL))),
+        rules=tuple(
+            map(_rule_for_base, (rule for rule in plan.rules if is_inside(rule.pattern) or rule.pattern == _ALL))
+        ),
         local=tuple(item for item in plan.local if is_inside(item.pattern)),
         local_inputs=tuple(item for item in plan.local_inputs if is_inside(item.pattern)),
     )
@@ -198,7 +200,7 @@ def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
 _ALL = "**"
 
 
-def _of_base(rule: Rule) -> Rule:
+def _rule_for_base(rule: Rule) -> Rule:
     """The default of the whole model may have nothing to claim in its base model."""
     return replace(rule, optional=rule.optional or rule.pattern == _ALL)
 
@@ -310,12 +312,12 @@ def tied_parameters(
 def _wrong_members(plan: Plan, model: ModelFacts) -> list[Problem]:
     problems = []
     for tie in plan.ties:
-        unknown = [name for name in tie.members if name not in model.owners]
+        unknown = [name for name in tie.members if name not in model.parameter_fqns]
         for name in unknown:
             what = f"tie {tie.name} names {name!r}, which is not a parameter"
-            problems.append(Problem("unknown-parameter", what, fix=did_you_mean(name, model.owners)))
+            problems.append(Problem("unknown-parameter", what, fix=did_you_mean(name, model.parameter_fqns)))
         known = [name for name in tie.members if name not in unknown]
-        shapes = {model.parameters[model.owners[name]].shape for name in known}
+        shapes = {model.parameters[model.parameter_fqns[name]].shape for name in known}
         if len(shapes) > 1:
             what = f"tie {tie.name} joins parameters of shapes {sorted(map(list, shapes))}"
             problems.append(Problem("tie-shapes-differ", what, fix="tie parameters of one shape"))

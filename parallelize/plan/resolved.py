@@ -98,9 +98,9 @@ class ResolvedPlan:
         """The rows of the modules and parameters of `model`, which is a part of the resolved one (a pipeline stage)."""
         rows = {}
         for row in self.parameters.values():
-            local_name = next((name for name in row.fact.names if name in model.owners), None)
+            local_name = next((name for name in row.fact.names if name in model.parameter_fqns), None)
             if local_name is not None:
-                fact = model.parameters[model.owners[local_name]]
+                fact = model.parameters[model.parameter_fqns[local_name]]
                 rows[fact.fqn] = replace(row, fact=fact)
         return replace(
             self,

@@ -210,7 +210,7 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class KeptStyle:
+class UnloweredStyle:
     """A style object of a dict that is applied as it is, because one of them has no equivalent rule.
 
     Attributes:
@@ -252,8 +252,8 @@ class Plan:
         options: the plan's `defaults:`; once it is to be applied, the complete options of the run.
         allow: slugs of checks of source text that the plan turns off, of `ALLOWED`.
         source: the file, for messages.
-        kept: style objects of a dict that are applied as they are.
-        unclaimed: "refuse" parameters without a rule, "replicate" them (dicts of words and translated plans), or
+        unlowered_styles: style objects of a dict that are applied as they are.
+        on_unclaimed: "refuse" parameters without a rule, "replicate" them (dicts of words and translated plans), or
             "leave" them as they are (PyTorch's style objects).
     """
 
@@ -278,8 +278,8 @@ class Plan:
     allow: tuple[str, ...] = ()
     options: Options = field(default_factory=Options)
     source: str = ""
-    kept: tuple[KeptStyle, ...] = ()
-    unclaimed: str = "refuse"
+    unlowered_styles: tuple[UnloweredStyle, ...] = ()
+    on_unclaimed: str = "refuse"
 
     @property
     def layers_region(self) -> RegionBounds | None:
@@ -322,7 +322,7 @@ class Plan:
         facts["region"] = " ".join(f"{region.layers} {region.leave}" for region in self.regions)
         modes = self.options.over(STANDARD)
         facts |= {name: str(getattr(modes, name)) for name in (*ROW_OPTIONS, "overlap")}
-        facts |= {f"style {item.fqn}": item.text for item in self.kept}
+        facts |= {f"style {item.fqn}": item.text for item in self.unlowered_styles}
         facts |= {f"attention {rule}": rule.kind for rule in self.attention}
         facts["positions"] = f"{self.positions} {self.positions_from} {self.packing}"
         return facts

@@ -33,7 +33,7 @@ def check_soundness(
 ) -> Iterator[Problem]:
     """All problems for which the resolved rows would compute other numbers than the unsharded model."""
     yield from _unused_sizes(plan, model, modules)
-    yield from _unplanned_owners(model, modules, parameters)
+    yield from _unplanned_parents(model, modules, parameters)
     gathered = {name for name, row in modules.items() if row.contract.traits.shares_input}
     relatives = _Relatives(modules)
     for name, row in modules.items():
@@ -84,7 +84,7 @@ def _ancestors(name: str) -> Iterator[str]:
 
 
 def _weight(name: str, model: ModelFacts, parameters: dict[str, ParameterRow]) -> ParameterRow | None:
-    return parameters.get(model.owners.get(f"{name}.{model.modules[name].weight_key}", ""))
+    return parameters.get(model.parameter_fqns.get(f"{name}.{model.modules[name].weight_key}", ""))
 
 
 def _unused_sizes(plan: Plan, model: ModelFacts, modules: dict[str, ModuleRow]) -> Iterator[Problem]:
@@ -108,7 +108,7 @@ def _unused_sizes(plan: Plan, model: ModelFacts, modules: dict[str, ModuleRow]) 
             yield Problem("unused-size", what, size.where or plan.source, rows, fix)
 
 
-def _unplanned_owners(
+def _unplanned_parents(
     model: ModelFacts, modules: dict[str, ModuleRow], parameters: dict[str, ParameterRow]
 ) -> Iterator[Problem]:
     """A tied weight is sharded by the rule of one owner; the other owner needs a rule as well."""
@@ -116,7 +116,7 @@ def _unplanned_owners(
         if row.layout.dim is None or len(row.fact.names) < 2:
             continue
         for name in row.fact.names:
-            owner = model.aliases[name.rpartition(".")[0]]
+            owner = model.module_fqns[name.rpartition(".")[0]]
             facts = model.modules[owner]
             if owner not in modules and facts.kind in ("embedding", "linear", "conv1d"):
                 what = f"{generic(owner)} uses {generic(row.fqn)}, which is sharded, and has no rule of its own"
@@ -268,7 +268,7 @@ def _dim_size(row: ModuleRow, model: ModelFacts, dim: int) -> int:
 def _counts_not_local(name: str, row: ModuleRow, plan: Plan, model: ModelFacts) -> Iterator[Problem]:
     """The parent of a sharded projection stores the full count, which its forward most likely reads."""
     parent = layer_name(name).rpartition(".")[0]
-    parent_module = model.objects.get(model.aliases.get(parent, parent))
+    parent_module = model.objects.get(model.module_fqns.get(parent, parent))
     local = {item.attribute for item in plan.local}
     for unit in row.rule.style.unit if row.contract.traits.splits_output else ():
         source = plan.sizes[unit].source

@@ -82,9 +82,9 @@ def stages_problem(name: str, stages_per_rank: int) -> Problem | None:
     if _takes(kind, stages_per_rank):
         return None
     fix = f"use {kind.stages_per_rank}" + (" or more" if kind.more_stages else "")
-    others = [other for other, other_kind in SCHEDULES.items() if _takes(other_kind, stages_per_rank)]
-    if others:
-        fix += f", or a schedule that takes {stages_per_rank}: " + ", ".join(others)
+    other_schedules = [other for other, other_kind in SCHEDULES.items() if _takes(other_kind, stages_per_rank)]
+    if other_schedules:
+        fix += f", or a schedule that takes {stages_per_rank}: " + ", ".join(other_schedules)
     return Problem("bad-stages-per-rank", f"{name} cannot run {stages_per_rank} stages on a rank", fix=fix)
 
 

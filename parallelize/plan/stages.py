@@ -34,14 +34,14 @@ class Stages:
         starts: index of the first unit of each stage.
         num_first: number of units before the layers.
         cuts: the section of the plan that this was made from.
-        aliases: names outside of all units, of modules that are in one by another name, to that name.
+        names_in_units: names outside of all units, of modules that are in one by another name, to that name.
     """
 
     units: tuple[str, ...]
     starts: tuple[int, ...]
     num_first: int
     cuts: Cuts
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    names_in_units: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:
@@ -72,7 +72,7 @@ class Stages:
         positions = self._positions
         containing = [positions[name] for name in _containing(fqn) if name in positions]
         if not containing:
-            alias = next((self.aliases[name] for name in _containing(fqn) if name in self.aliases), None)
+            alias = next((self.names_in_units[name] for name in _containing(fqn) if name in self.names_in_units), None)
             return None if alias is None else self.unit_of(alias)
         return self.units[min(containing)]
 
@@ -120,7 +120,7 @@ def cut_stages(
         cuts = cuts_of(plan, model)
         units, num_first = _units(cuts, model)
         starts = _balanced(units, num_first, cuts, model, num_stages, costs)
-    stages = _with_aliases(Stages(units, starts, num_first, cuts), model)
+    stages = _with_names_in_units(Stages(units, starts, num_first, cuts), model)
     problems = [*_check_every(cuts, model), *_check_skips(cuts, units), *_check_reused(stages, model)]
     unowned = [
         fact.fqn for fact in model.parameters.values() if all(stages.stage_of(name) is None for name in fact.names)
@@ -136,14 +136,14 @@ def cut_stages(
     return stages
 
 
-def _with_aliases(stages: Stages, model: ModelFacts) -> Stages:
-    """PEFT's model refers to the embedding by a second name, for one."""
-    others = ((name, first) for name, first in model.aliases.items() if name != first)
-    aliases = {}
-    for name, first in others:
+def _with_names_in_units(stages: Stages, model: ModelFacts) -> Stages:
+    """The wrapper of a model with learned prompts refers to the embedding by a second name, for one."""
+    second_names = ((name, first) for name, first in model.module_fqns.items() if name != first)
+    names_in_units = {}
+    for name, first in second_names:
         if stages.unit_of(name) is None and stages.unit_of(first) is not None:
-            aliases[name] = first
-    return replace(stages, aliases=aliases)
+            names_in_units[name] = first
+    return replace(stages, names_in_units=names_in_units)
 
 
 def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
@@ -160,7 +160,7 @@ def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
         fix = did_you_mean(cuts.layers, lists) if lists else "name the list of layers"
         raise PlanError(Problem("no-layers", f"{cuts.layers!r} contains no layers in this model", cuts.where, fix=fix))
     if not cuts.first and not cuts.last and cuts.layers:
-        before, after = _around(cuts.layers, model)
+        before, after = _modules_around(cuts.layers, model)
         every = set(cuts.every)
         first, last = (tuple(name for name in names if name not in every) for names in (before, after))
         cuts = replace(cuts, first=first, last=last)
@@ -200,7 +200,7 @@ def _children(name: str, model: ModelFacts) -> list[str]:
     return [n for n in model.modules if n and n.startswith(prefix) and "." not in n[len(prefix) :]]
 
 
-def _around(layers: str, model: ModelFacts) -> tuple[list[str], list[str]]:
+def _modules_around(layers: str, model: ModelFacts) -> tuple[list[str], list[str]]:
     """Modules with parameters before and after the layers, at each level above them."""
     before: list[str] = []
     after: list[str] = []
@@ -216,12 +216,12 @@ def _around(layers: str, model: ModelFacts) -> tuple[list[str], list[str]]:
 
 
 def _has_parameters(name: str, model: ModelFacts) -> bool:
-    return any(_within(fqn, name) for fqn in model.owners)
+    return any(_within(fqn, name) for fqn in model.parameter_fqns)
 
 
 def _units(cuts: Cuts, model: ModelFacts) -> tuple[tuple[str, ...], int]:
     names = [*cuts.first, *cuts.last]
-    known = {*model.aliases, *model.owners}
+    known = {*model.module_fqns, *model.parameter_fqns}
     # like optional rules: a variant of the model may lack some of these modules, such as its head
     present = {name for name in names if name in known}
     first = tuple(name for name in cuts.first if name in present)
@@ -309,9 +309,11 @@ def _assigned(
         problems.append(Problem("more-stages-than-layers", what, fix="give each stage one module or more"))
     names = [name for stage in assignment for name in stage]
     for name in names:
-        if name not in model.aliases and name not in model.owners:
+        if name not in model.module_fqns and name not in model.parameter_fqns:
             what = f"{name!r} is not a module of this model"
-            problems.append(Problem("unknown-module", what, fix=did_you_mean(name, [n for n in model.aliases if n])))
+            problems.append(
+                Problem("unknown-module", what, fix=did_you_mean(name, [n for n in model.module_fqns if n]))
+            )
         if names.count(name) > 1 or any(_within(name, other) for other in names if other != name):
             problems.append(Problem("repeated-module", f"{name!r} is assigned twice"))
     if problems:
@@ -328,7 +330,7 @@ def _assigned(
 def _check_every(cuts: Cuts, model: ModelFacts) -> list[Problem]:
     problems = []
     for name in cuts.every:
-        parameters = [fqn for fqn in model.owners if _within(fqn, name)]
+        parameters = [fqn for fqn in model.parameter_fqns if _within(fqn, name)]
         if parameters:
             fix = "name the module under `first:` or `last:`, and what other stages need of it under `skips:`"
             what = f"{name!r} is on every stage, and has parameters: {short_list(parameters, 4)}"
@@ -339,7 +341,7 @@ def _check_every(cuts: Cuts, model: ModelFacts) -> list[Problem]:
 def _check_reused(stages: Stages, model: ModelFacts) -> list[Problem]:
     """A reused module must be on one stage, and a layer must not be another layer."""
     problems = []
-    for name, first in model.aliases.items():
+    for name, first in model.module_fqns.items():
         if name == first or stages.num_stages == 1 or not _has_parameters(first, model):
             continue
         is_layer = bool(stages.cuts.layers) and name.rpartition(".")[0] == stages.cuts.layers

@@ -49,7 +49,7 @@ def tensor_rows(plan: Plan, model: ModelFacts, tp_size: int) -> TensorRows:
 LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 """Fields of a config by which layers are skipped at random in training."""
 
-_WRAPPERS = 3  # of which one is inside the other: PEFT's model, its tuner, and torch.compile
+_WRAPPERS = 3  # one inside the other: that of adapters, its tuner, and torch.compile
 
 
 class _Resolver:
@@ -72,7 +72,7 @@ class _Resolver:
         parameters = self._parameters(modules, parameter_rules)
         attributes, problems = local_attributes(self.plan, self.model, self.layouts)
         self.problems += problems
-        if not self.problems and self.plan.unclaimed != "leave":  # PyTorch's styles say each layout themselves
+        if not self.problems and self.plan.on_unclaimed != "leave":  # PyTorch's styles say each layout themselves
             self.problems += check_soundness(self.plan, self.model, modules, parameters)
         if self.problems:
             raise PlanError(*self._reported())
@@ -92,7 +92,7 @@ class _Resolver:
         for inner in sorted(filter(None, self.model.modules), key=lambda name: name.count(".")):
             if inner.count(".") > _WRAPPERS:
                 return ""
-            names = [name.removeprefix(f"{inner}.") for name in self.model.aliases if name.startswith(f"{inner}.")]
+            names = [name.removeprefix(f"{inner}.") for name in self.model.module_fqns if name.startswith(f"{inner}.")]
             if needed and all(any(matches(pattern, name) for name in names) for pattern in needed):
                 return inner
         return ""
@@ -107,7 +107,7 @@ class _Resolver:
                 f"model.{inner}"
             )
             return Problem("wrapped-model", what, self.plan.source, fix=fix)
-        names = short_list(list(dict.fromkeys(generic(name) for name in model.aliases if name)), 8)
+        names = short_list(list(dict.fromkeys(generic(name) for name in model.module_fqns if name)), 8)
         return Problem(
             "wrong-plan",
             f"plan {self.plan.name} is for another model: {count} of its patterns match nothing",
@@ -127,8 +127,8 @@ class _Resolver:
         parameters: dict[str, Rule] = {}
         for rule in self.plan.rules:
             for name in () if is_default(rule.pattern) else self._names_of(rule):
-                is_parameter = name in self.model.owners
-                rules, name = (parameters, name) if is_parameter else (modules, self.model.aliases[name])
+                is_parameter = name in self.model.parameter_fqns
+                rules, name = (parameters, name) if is_parameter else (modules, self.model.module_fqns[name])
                 other = rules.setdefault(name, rule)
                 if other is not rule and str(other.style) != str(rule.style):
                     self._overlap(name, other, rule)
@@ -153,15 +153,15 @@ class _Resolver:
 
     def _is_claimed(self, name: str, modules: set[str], parameters: dict[str, Rule]) -> bool:
         """Whether rules claim a parameter of a module, by any of its names; also where it has no parameters."""
-        own = {self.model.owners[f"{name}.{key}" if name else key] for key in self.model.modules[name].shapes}
+        own = {self.model.parameter_fqns[f"{name}.{key}" if name else key] for key in self.model.modules[name].shapes}
         names = [other for fqn in own for other in self.model.parameters[fqn].names]
-        owners = {self.model.aliases[other.rpartition(".")[0]] for other in names}
-        return not own or not owners.isdisjoint(modules) or any(other in parameters for other in names)
+        owning_modules = {self.model.module_fqns[other.rpartition(".")[0]] for other in names}
+        return not own or not owning_modules.isdisjoint(modules) or any(other in parameters for other in names)
 
     def _names_of(self, rule: Rule) -> Iterator[str]:
-        names = [*self.model.aliases, *self.model.owners]
+        names = [*self.model.module_fqns, *self.model.parameter_fqns]
         for pattern in alternatives(rule.pattern):
-            is_name = pattern in self.model.aliases or pattern in self.model.owners
+            is_name = pattern in self.model.module_fqns or pattern in self.model.parameter_fqns
             matching = [pattern] if is_name else [name for name in names if matches(pattern, name)]
             if not matching and not rule.optional:
                 self._unmatched(rule, pattern, names)
@@ -192,7 +192,8 @@ class _Resolver:
 
     def _regions(self) -> tuple[RegionRow, ...]:
         """Those of the model: an encoder alone has one of two."""
-        if not self.plan.options.sequence_parallel or self.plan.unclaimed == "leave":  # a dict says each layout itself
+        # a dict of styles says each layout itself
+        if not self.plan.options.sequence_parallel or self.plan.on_unclaimed == "leave":
             return ()
         if not self.plan.regions:
             self._no_region("the plan names no `sequence_parallel` region", "")
@@ -238,7 +239,7 @@ class _Resolver:
         full = {name for name, rule in rules.items() if rule.style.traits.sees_full}
         rows = {}
         for name, rule in rules.items():
-            inside = any(self._inside(name, region) for region in regions)
+            inside = any(self._is_inside(name, region) for region in regions)
             context = StyleContext(
                 sequence_parallel=inside and full.isdisjoint(_parents(name)),
                 loss_parallel=self.plan.options.loss_parallel,
@@ -304,7 +305,7 @@ class _Resolver:
                 fix = "give the style to a module inside it, or move the boundaries of `sequence_parallel`"
                 self.problems.append(Problem("region-on-edge", what, row.rule.where, fix=fix))
 
-    def _inside(self, name: str, region: RegionRow) -> bool:
+    def _is_inside(self, name: str, region: RegionRow) -> bool:
         return layer_name(name) == region.leave or name.startswith(region.enter.rpartition(".")[0] + ".")
 
     # -- parameters -----------------------------------------------------------------------------------------------
@@ -314,11 +315,11 @@ class _Resolver:
         unclaimed: list[ParameterFacts] = []
         for fact in self.model.parameters.values():
             claims = list(self._claims(fact, modules, rules))
-            if not claims and self.plan.unclaimed == "leave":
+            if not claims and self.plan.on_unclaimed == "leave":
                 layout = replicated(fact.shape, self.tp_size)
                 rows[fact.fqn] = ParameterRow(fact, Rule(fact.fqn, StyleText("replicate")), layout, False, plain=True)
                 continue
-            if not claims and self.plan.unclaimed == "replicate":
+            if not claims and self.plan.on_unclaimed == "replicate":
                 self._check_replicable(fact, modules)
                 claims = [(Rule(fact.fqn, StyleText("replicate")), Use())]
             if not claims:
@@ -339,11 +340,11 @@ class _Resolver:
         for name in fact.names:
             owner, _, key = name.rpartition(".")
             for outer in _parents(owner):  # experts whose weights are in a module inside
-                inner = modules.get(self.model.aliases[outer])
+                inner = modules.get(self.model.module_fqns[outer])
                 use = inner.contract.uses.get(name.removeprefix(f"{outer}.")) if inner is not None else None
                 if inner is not None and use is not None:
                     yield inner.rule, use
-            row = modules.get(self.model.aliases[owner])
+            row = modules.get(self.model.module_fqns[owner])
             if row is not None and row.contract.owns_parameters:
                 if name in rules:
                     self._overlap(name, row.rule, rules[name])
@@ -353,7 +354,7 @@ class _Resolver:
 
     def _claim_of_parameter(self, rule: Rule, owner: str, shape: tuple[int, ...]) -> Iterator[tuple[Rule, Use]]:
         """The claim of a rule whose pattern is a parameter's name."""
-        facts = replace(self.model.modules[self.model.aliases[owner]], shapes={"value": shape})
+        facts = replace(self.model.modules[self.model.module_fqns[owner]], shapes={"value": shape})
         if not rule.style.traits.for_parameters:
             what = f"`{rule.style.word}` is for modules, and {rule.pattern!r} names a parameter"
             self.problems.append(Problem("wrong-module-for-style", what, rule.where, fix="`shard` or `replicate`"))

@@ -27,10 +27,10 @@ def serve_compilers(root: nn.Module) -> None:
     """From now on, until `torch._dynamo.reset()`. Not of deep copies, whose first forward in eager mode makes their
     leaves."""
     _planned.add(root)
-    call_around_compilation(_before, _after)
+    call_around_compilation(_before_compilation, _after_compilation)
 
 
-def _before(*_: object) -> None:
+def _before_compilation(*_: object) -> None:
     modules = [module for root in list(_planned) for module in root.modules()]
     for module in modules:
         planned = applied(module).planned
@@ -40,6 +40,6 @@ def _before(*_: object) -> None:
         _set_before.append(leave_side_effects_out_of_replays(True))
 
 
-def _after(*_: object) -> None:
+def _after_compilation(*_: object) -> None:
     if _set_before:
         leave_side_effects_out_of_replays(_set_before.pop())

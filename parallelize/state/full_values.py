@@ -71,7 +71,7 @@ def full_state_dict(module: nn.Module, *, every_rank: bool = False) -> dict[str,
     full: dict[str, Any] = {}
     for names, value in values:
         if wanted:
-            full |= dict.fromkeys(names, _on_cpu(value))
+            full |= dict.fromkeys(names, _copy_to_cpu(value))
     return {name: full[name] for name in values.names} if wanted else {}
 
 
@@ -109,7 +109,7 @@ def _prepared(module: nn.Module) -> nn.Module:
     return root
 
 
-def _on_cpu(value: Any) -> Any:
+def _copy_to_cpu(value: Any) -> Any:
     """In memory of its own, which no step writes to."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
@@ -154,11 +154,11 @@ class _Restore:
     it."""
 
     def __init__(self) -> None:
-        self.seen: type | None = None
+        self.root_class: type | None = None
 
     def __call__(self, root: nn.Module, _: Any) -> None:
-        if type(root) is not self.seen:
-            self.seen = type(root)
+        if type(root) is not self.root_class:
+            self.root_class = type(root)
             restore_layouts(root)
 
 

@@ -63,13 +63,13 @@ def take_changes(root: nn.Module) -> None:
     """Plan what a model was given, and let data ranks have the same values of it, as its next forward would: it is read
     before that. A collective over the ranks of the model."""
     data: Any = applied(root).data
-    if data is not None and data.later is not None:
-        data.later.take()
+    if data is not None and data.added_parameters is not None:
+        data.added_parameters.manage_added()
     plan_changes(root)
 
 
 def roots_around(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The models of which these are modules since their plan."""
+    """The planned models that have had these modules since their plan."""
     return list({id(root): root for module in modules for root in _roots.get(module, ())}.values())
 
 

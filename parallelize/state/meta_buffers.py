@@ -98,12 +98,12 @@ def allocate(module: nn.Module, device: torch.device | str | int | None = None, 
     materialize(module, device, rebuild)
     for name, buffer in with_values.items():
         module.get_buffer(name).copy_(buffer)
-    for first, *others in tied_parameters:  # `to_empty` of a plain model allocates one tensor for each name
-        for name in others:
+    for first, *aliases in tied_parameters:  # `to_empty` of a plain model allocates one tensor for each name
+        for name in aliases:
             owner, _, key = name.rpartition(".")
             module.get_submodule(owner)._parameters[key] = module.get_parameter(first)
-    for first, *others in buffer_names.values():
-        for name in others:
+    for first, *aliases in buffer_names.values():
+        for name in aliases:
             owner, _, key = name.rpartition(".")
             module.get_submodule(owner)._buffers[key] = module.get_buffer(first)
 
@@ -122,11 +122,11 @@ def _value_of(
         return make()
     if not buffer.is_meta:
         return buffer.clone()
-    value = _from_initializer(root, owner, key)
-    return value if value is not None else _from_constructor(owner, key)
+    value = _buffer_from_initializer(root, owner, key)
+    return value if value is not None else _buffer_from_constructor(owner, key)
 
 
-def _from_initializer(root: nn.Module, owner: nn.Module, key: str) -> torch.Tensor | None:
+def _buffer_from_initializer(root: nn.Module, owner: nn.Module, key: str) -> torch.Tensor | None:
     """The value that `_init_weights` of a `transformers` model writes into the buffer of a stand-in without weights."""
     initialize = getattr(root, "_init_weights", None)
     if initialize is None:
@@ -161,7 +161,7 @@ def _equal_with_nans(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _from_constructor(owner: nn.Module, key: str) -> torch.Tensor | None:
+def _buffer_from_constructor(owner: nn.Module, key: str) -> torch.Tensor | None:
     """The buffer of a new module of the same class, if the class is constructed from the module's `config` alone."""
     config = getattr(owner, "config", None)
     if config is None or any(True for _ in owner.parameters()):

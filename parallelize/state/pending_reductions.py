@@ -110,7 +110,7 @@ class PendingReductions:
         elif self._accumulated is not None:
             self._accumulate(self._accumulated, receiver, reduction, grad)
         else:
-            self._of_this_backward().append(_Entry(receiver, reduction, grad))
+            self._entries_of_backward().append(_Entry(receiver, reduction, grad))
 
     def collect(self, receiver: GradientReceiver, reduction: PendingReduction, grad: torch.Tensor) -> None:
         """Take what the backward pass that ends now has added to a gradient."""
@@ -135,9 +135,9 @@ class PendingReductions:
         if private.backward_id() == -1:
             receiver.deliver(grad)
         else:
-            self._of_this_backward().append(_Entry(receiver, _NO_REDUCTION, grad))
+            self._entries_of_backward().append(_Entry(receiver, _NO_REDUCTION, grad))
 
-    def _of_this_backward(self) -> list[_Entry]:
+    def _entries_of_backward(self) -> list[_Entry]:
         backward = private.backward_id()
         if backward not in self._open:
             while len(self._open) >= MAX_OPEN:

@@ -40,8 +40,8 @@ def describe_plan(module: nn.Module) -> str:
     if full is None:
         raise not_parallelized(module)
     record = record_of(module)
-    if record is None and full.plan.kept:
-        return "\n".join([*_kept_styles(full), *_other_axes(full, pipeline_cut(module))])
+    if record is None and full.plan.unlowered_styles:
+        return "\n".join([*_unlowered_styles(full), *_other_axes(full, pipeline_cut(module))])
     resolved = record.resolved if record is not None else full.restricted(part_of(module, full.facts))
     tp_size = resolved.tp_size
     counts: dict[tuple[str, ...], int] = {}
@@ -64,19 +64,22 @@ def describe_plan(module: nn.Module) -> str:
             *table(("parameter", "style", "full", "this rank", "over tp"), rows),
             f"{local_total:,} of {full_total:,} parameters on this rank ({percent:.1f}%; 1/tp is {100 / tp_size:.1f}%)",
             *(_communication(resolved) if tp_size > 1 else []),
-            *_kept_styles(full),
+            *_unlowered_styles(full),
             *_other_axes(full, pipeline_cut(module)),
         ]
     )
 
 
-def _kept_styles(full: ResolvedPlan) -> list[str]:
+def _unlowered_styles(full: ResolvedPlan) -> list[str]:
     """Why a dict of styles did not become a plan."""
-    if not full.plan.kept:
+    if not full.plan.unlowered_styles:
         return []
-    reasons = [item for item in full.plan.kept if item.reason]
+    reasons = [item for item in full.plan.unlowered_styles if item.reason]
     lines = [f"  {item.fqn or 'the model'}: {type(item.style).__name__}: {item.reason}" for item in reasons]
-    return [f"{len(full.plan.kept)} styles are applied as PyTorch does, because not all of them have rules:", *lines]
+    return [
+        f"{len(full.plan.unlowered_styles)} styles are applied as PyTorch does, because not all of them have rules:",
+        *lines,
+    ]
 
 
 def _other_axes(full: ResolvedPlan, cut: Cut | None) -> list[str]:

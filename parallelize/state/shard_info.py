@@ -104,7 +104,7 @@ class _Ranks:
         row = self.rows.get(names[0])
         if row is not None and self.record is not None:
             return row.layout, self.record.group_for(row).ranks
-        return _by_placements(parameter) if isinstance(parameter, DTensor) else self._full(tuple(parameter.shape))
+        return _info_by_placements(parameter) if isinstance(parameter, DTensor) else self._full(tuple(parameter.shape))
 
     def _full(self, shape: tuple[int, ...]) -> _Where:
         """A parameter that no DTensor stores."""
@@ -122,14 +122,14 @@ class _Ranks:
         else:
             layout, ranks = self._full(fact.shape)
         pp_rank = cut.stage_ranks[cut.resolved.stage_of(name)]
-        return layout, tuple(_on_stage(cut.mesh, rank, pp_rank) for rank in ranks)
+        return layout, tuple(_rank_on_stage(cut.mesh, rank, pp_rank) for rank in ranks)
 
 
 _Where = tuple[Layout, tuple[int, ...]]
 """A layout and its global ranks."""
 
 
-def _by_placements(parameter: Any) -> _Where:
+def _info_by_placements(parameter: Any) -> _Where:
     """A DTensor of no plan: of style objects, or sharded over data axes alone, whose innermost one counts."""
     mesh = parameter.device_mesh
     sharding = [number for number, item in enumerate(parameter.placements) if private.shard_dim(item) is not None]
@@ -142,7 +142,7 @@ def _by_placements(parameter: Any) -> _Where:
     return layout, group.ranks
 
 
-def _on_stage(mesh: DeviceMesh, rank: int, pp_rank: int) -> int:
+def _rank_on_stage(mesh: DeviceMesh, rank: int, pp_rank: int) -> int:
     """The global rank with the coordinates of another one, on a stage."""
     position = (mesh.mesh == rank).nonzero()[0].tolist()
     position[mesh_spec(mesh).names.index("pp")] = pp_rank

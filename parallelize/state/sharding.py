@@ -38,8 +38,8 @@ def join_tied_slots(module: nn.Module) -> None:
         planned = applied(owner).planned
         for slot in planned.slots if planned is not None else ():
             slots.setdefault(id(owner._parameters.get(slot.key)), []).append(slot)
-    for first, *others in slots.values():
-        for slot in others:
+    for first, *copies in slots.values():
+        for slot in copies:
             first.tied = slot.tied = True
             slot.pending_reductions = first.pending_reductions
 

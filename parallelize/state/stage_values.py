@@ -71,7 +71,7 @@ class StageValues:
         for rank, (*_, row) in enumerate(rows):
             for number, (name, *about) in enumerate(row):
                 self._sources.setdefault(name, _Source(rank, number, *about))
-        order = {name: number for number, name in enumerate(cut.facts.aliases)}
+        order = {name: number for number, name in enumerate(cut.facts.module_fqns)}
         self.names = sorted(self._sources, key=lambda name: self._position(name, order))
 
     def _position(self, name: str, order: Mapping[str, int]) -> tuple[int, int, int]:
@@ -81,10 +81,10 @@ class StageValues:
 
     def __iter__(self) -> Iterator[tuple[list[str], Any]]:
         """(the names of one tensor, its full value), each once. The value is None on ranks that do not want it."""
-        aliases: dict[Any, list[str]] = {}
+        names_by_tensor: dict[Any, list[str]] = {}
         for name in self.names:
-            aliases.setdefault(self._identity(name), []).append(name)
-        for names in aliases.values():
+            names_by_tensor.setdefault(self._identity(name), []).append(name)
+        for names in names_by_tensor.values():
             yield names, self._value(names[0])
 
     def _identity(self, name: str) -> Any:
@@ -93,7 +93,7 @@ class StageValues:
             return id(self._local[name])
         facts, inner = self._cut.facts, name.removeprefix(self._prefix)
         owner, _, key = inner.rpartition(".")
-        return facts.owners.get(inner) or f"{facts.aliases.get(owner, owner)}.{key}"
+        return facts.parameter_fqns.get(inner) or f"{facts.module_fqns.get(owner, owner)}.{key}"
 
     def _value(self, name: str) -> Any:
         if self._cut is None:
@@ -107,7 +107,7 @@ class StageValues:
 
 
 def _refuse_others(asked: list[str]) -> None:
-    """Refuse ranks of a pipeline that ask for different parameters, each of which all of them send."""
+    """Refuse ranks of a pipeline that ask for different parameters: all ranks take part in sending each one."""
     if len(set(asked)) > 1:
         rows = tuple((f"pp rank {rank}", name) for rank, name in enumerate(asked))
         what = "the stages of a pipeline ask for different parameters, and each call is of the full model"

@@ -56,7 +56,7 @@ def named_once(module: nn.Module) -> list[tuple[tuple[str, ...], Any]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
-    return [(tuple(aliases), parameters[key]) for key, aliases in names.items()]
+    return [(tuple(fqns), parameters[key]) for key, fqns in names.items()]
 
 
 class StoredSlices:
@@ -74,7 +74,7 @@ class StoredSlices:
             shape = tuple(parameter.shape)
             return StoredTensor(names[0], names, parameter.detach(), shape, replicated(shape, 1).slices(0))
         if row is None or self.record is None:
-            return _by_placements(names, parameter)
+            return _stored_by_placements(names, parameter)
         local = private.local_of(parameter).detach()
         layout, rank = row.layout, self.record.group_for(row).rank
         key = layout, rank, parameter.device_mesh, private.spec_of(parameter).placements
@@ -97,7 +97,7 @@ def _alike(parameter: DTensor, layout: Layout, rank: int) -> _Alike:
     return slices, frozenset(axes), is_first_holder
 
 
-def _by_placements(names: tuple[str, ...], parameter: DTensor) -> StoredTensor:
+def _stored_by_placements(names: tuple[str, ...], parameter: DTensor) -> StoredTensor:
     """A DTensor that no plan made, such as one of `fully_shard`."""
     shape = tuple(parameter.shape)
     window = local_window(parameter, [(0, size) for size in shape], skip=None)

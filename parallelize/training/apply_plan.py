@@ -188,8 +188,8 @@ def apply_plan(
         compare_weights(module, mesh, tp, "tp", names)
     with gc_paused(), Transaction(module):
         mark_applied(module)  # from here on it holds what is changed in other libraries
-        if agreed.resolved.plan.kept:
-            _apply_kept(module, mesh, agreed.resolved, storage)
+        if agreed.resolved.plan.unlowered_styles:
+            _apply_unlowered(module, mesh, agreed.resolved, storage)
             set_up(STYLED, Guarded(module, mesh, plan=agreed.plan, facts=agreed.model))
         elif not _matched_nothing(agreed.resolved):
             _apply(module, mesh, agreed, storage)
@@ -231,7 +231,7 @@ def _agree_on_plan(
         set_up(GIVEN, Guarded(module))
         resolved = decide()
         facts |= resolved.structure()
-        if not resolved.plan.kept and not _matched_nothing(resolved):
+        if not resolved.plan.unlowered_styles and not _matched_nothing(resolved):
             _refuse_twice(module)
         _refuse_overlap_of_dtensors(resolved)
         _refuse_styles_of_codes(resolved)
@@ -257,7 +257,7 @@ def check_by_trace(module: nn.Module, resolved: ResolvedPlan, trace: bool | None
 def _refuse_styles_of_codes(resolved: ResolvedPlan) -> None:
     """Raises: ModelError `quantized-style` for a style object that splits a weight by itself, where it may split a
     block."""
-    for item in resolved.plan.kept:
+    for item in resolved.plan.unlowered_styles:
         facts = resolved.facts.modules.get(item.fqn)
         if facts is not None and facts.packs:
             what = (
@@ -274,7 +274,7 @@ def _replaced(module: nn.Module, plan: ResolvedPlan) -> Iterator[str]:
     """The names of the parameters that become DTensors, which other objects must not refer to."""
     yield from (name for row in plan.parameters.values() if not row.plain for name in row.fact.names)
     cut = pipeline_cut(module)
-    for item in plan.plan.kept:
+    for item in plan.plan.unlowered_styles:
         if cut is None or cut.present(item.fqn):
             prefix = f"{item.fqn}." if item.fqn else ""
             yield from (prefix + key for key in keys_replaced(module.get_submodule(item.fqn), item.style))
@@ -311,9 +311,9 @@ def _refuse_overlap_of_dtensors(resolved: ResolvedPlan) -> None:
 
 
 def _matched_nothing(resolved: ResolvedPlan) -> bool:
-    """Whether the plan is a dict of styles of which no pattern matched, as was warned of."""
+    """Whether the plan is a dict of styles whose patterns match nothing, as a warning has said."""
     plan = resolved.plan
-    return plan.unclaimed == "leave" and not plan.rules and not plan.kept
+    return plan.on_unclaimed == "leave" and not plan.rules and not plan.unlowered_styles
 
 
 def _refuse_twice(module: nn.Module) -> None:
@@ -323,10 +323,10 @@ def _refuse_twice(module: nn.Module) -> None:
         )
 
 
-def _check_modules(resolved: ResolvedPlan, model: ModelFacts, others: list[Problem]) -> None:
+def _check_modules(resolved: ResolvedPlan, model: ModelFacts, problems_so_far: list[Problem]) -> None:
     """What can only be seen on the modules themselves. others: problems of the full model. Raises: ModelError."""
     misused = dict.fromkeys(misused_shards(resolved, model))  # those of all layers read alike
-    problems = [*others, *problems_of_modules(resolved, model), *misused]
+    problems = [*problems_so_far, *problems_of_modules(resolved, model), *misused]
     if problems:
         raise ModelError(*problems[:20])
 
@@ -377,14 +377,14 @@ def _serve(module: nn.Module) -> None:
     share_router_loss(module)
 
 
-def _apply_kept(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, storage: Storage) -> None:
+def _apply_unlowered(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, storage: Storage) -> None:
     """A dict of styles as PyTorch applies it. What an earlier plan of the model says stays."""
     earlier, cut = resolution_of(module), pipeline_cut(module)
-    styles = [(item.fqn, item.style) for item in resolved.plan.kept if cut is None or cut.present(item.fqn)]
+    styles = [(item.fqn, item.style) for item in resolved.plan.unlowered_styles if cut is None or cut.present(item.fqn)]
     apply_styles(module, styles, tp_mesh(mesh), storage.src_data_rank)
     if record_of(module) is not None and earlier is not None:
-        kept = (*earlier.plan.kept, *resolved.plan.kept)
-        resolved = replace(earlier, plan=replace(earlier.plan, kept=kept))
+        unlowered_styles = (*earlier.plan.unlowered_styles, *resolved.plan.unlowered_styles)
+        resolved = replace(earlier, plan=replace(earlier.plan, unlowered_styles=unlowered_styles))
     mark_applied(module, resolved=resolved)
 
 

@@ -168,12 +168,12 @@ class GroupCalls:
     @property
     def recent(self) -> list[CollectiveCall]:
         """The last collectives, newest last."""
-        return _in_order(self.ring)
+        return _calls_in_order(self.ring)
 
     @property
     def recent_messages(self) -> list[CollectiveCall]:
         """The last messages, newest last."""
-        return _in_order(self.message_ring)
+        return _calls_in_order(self.message_ring)
 
     @property
     def is_pending(self) -> bool:
@@ -189,7 +189,7 @@ class GroupCalls:
         return CollectiveCall.of(record) if record is not None and record[0] == number else None
 
 
-def _in_order(ring: list[Record | None]) -> list[CollectiveCall]:
+def _calls_in_order(ring: list[Record | None]) -> list[CollectiveCall]:
     return [CollectiveCall.of(record) for record in sorted(filter(None, ring.copy()), key=itemgetter(0))]
 
 
@@ -222,8 +222,8 @@ class CallLog:
     @property
     def last(self) -> tuple[GroupCalls, CollectiveCall] | None:
         """The last call of the thread that opened the watch."""
-        made = self.last_made
-        return None if made is None else (made[0], CollectiveCall.of(made[1]))
+        last = self.last_made
+        return None if last is None else (last[0], CollectiveCall.of(last[1]))
 
     @property
     def count(self) -> int:

@@ -127,7 +127,7 @@ def _replaced_functional(log: CallLog) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _recorded_functional(original: Any, op: str, log: CallLog) -> Callable[..., Any]:
-    """A functional collective that records its call as that of the method that its group runs."""
+    """A functional collective that records its call as one of the method that its group runs."""
 
     def pending(pg: dist.ProcessGroup, *_: Any) -> Any:
         return (log.by_id.get(id(pg)) or log.group_of(pg)).device_work
@@ -168,7 +168,7 @@ def _recorded_collective(original: Any, op: str, log: CallLog) -> Callable[..., 
         place = inside.get(caller) or place_here(names, 2)
         form = (op, (), "") if tensor is None else (op, tensor.shape, tensor.dtype)
         if reduces and sys._getframe(1).f_code.co_filename == _PUBLIC_FUNCTIONS:
-            form = (_with_reduction(op, args, keywords), *form[1:])
+            form = (_op_with_reduction(op, args, keywords), *form[1:])
         number = group.collectives
         record = group.ring[number % REMEMBERED] = number, form, place, None, next(orders)
         group.collectives = number + 1
@@ -210,7 +210,7 @@ def _recorded_message(original: Any, op: str, log: CallLog) -> Callable[..., Any
     return call
 
 
-def _with_reduction(op: str, args: tuple, keywords: dict[str, Any]) -> str:
+def _op_with_reduction(op: str, args: tuple, keywords: dict[str, Any]) -> str:
     """The method with its operation, where that is no sum."""
     options = keywords.get("opts", args[-1] if args else None)
     reduction = getattr(getattr(getattr(options, "reduceOp", None), "op", None), "name", "SUM")
@@ -248,7 +248,7 @@ def _replaced_functions(log: CallLog) -> Iterator[tuple[type, str, Any, Any]]:
         if isinstance(forward, staticmethod):
             yield cls, "forward", staticmethod((_marking_inside if leaf else _marking)(forward.__func__, log)), forward
         if leaf and isinstance(backward, staticmethod):
-            yield cls, "backward", staticmethod(_inside(backward.__func__, log)), backward
+            yield cls, "backward", staticmethod(_backward_in_place(backward.__func__, log)), backward
 
 
 def _sets_up(cls: type) -> bool:
@@ -286,7 +286,7 @@ def _marking_inside(forward: Callable[..., Any], log: CallLog) -> Callable[..., 
     return marked
 
 
-def _inside(backward: Callable[..., Any], log: CallLog) -> Callable[..., Any]:
+def _backward_in_place(backward: Callable[..., Any], log: CallLog) -> Callable[..., Any]:
     """A backward whose collectives are called at the place where its forward was applied."""
     inside = log.inside
 

@@ -55,7 +55,7 @@ class StandingThread:
         self.log = log
         self.since = time.monotonic()
         self.waits = self.in_call = False
-        self._seen: Any = None
+        self._progress: Any = None
 
     def frame(self) -> Any:
         """Its innermost frame, None where it has ended."""
@@ -71,10 +71,10 @@ class StandingThread:
         if self.in_call:
             frame = call.f_back
         elif self.waits and not file.startswith(_COMPUTES):
-            frame = _outside(caller)
-        seen = (self.log.count, _positions(frame))
-        if seen != self._seen:
-            self._seen, self.since = seen, time.monotonic()
+            frame = _frame_outside(caller)
+        progress = (self.log.count, _positions(frame))
+        if progress != self._progress:
+            self._progress, self.since = progress, time.monotonic()
 
     @property
     def stands_s(self) -> float:
@@ -98,7 +98,7 @@ def _calling(frame: Any) -> Any:
     return frame
 
 
-def _outside(frame: Any) -> Any:
+def _frame_outside(frame: Any) -> Any:
     """The innermost frame that is not of communication, nor of Python itself."""
     while frame is not None and (_communicates(frame.f_code.co_filename) or _is_of_python(frame.f_code.co_filename)):
         frame = frame.f_back

@@ -100,7 +100,7 @@ def blame(states: States) -> tuple[list[int], bool]:
     other_calls: set[int] = set()
     for rank, state in states.items():
         if state["status"] == "waits":
-            behind, different = _not_here(state, states)
+            behind, different = _absent_and_different(state, states)
             edges[rank] = behind | different
             other_calls |= different
     targets = set().union(*edges.values()) if edges else set()
@@ -120,33 +120,33 @@ def _smaller_side(different: set[int], edges: Mapping[int, set[int]]) -> list[in
     return sorted(rank for rank, number in votes.items() if number == most)
 
 
-def _not_here(state: State, states: States) -> tuple[set[int], set[int]]:
+def _absent_and_different(state: State, states: States) -> tuple[set[int], set[int]]:
     """(ranks that have not made the call in which a rank waits, ranks that made another one)."""
     waiting = state.get("waiting")
     if not waiting:  # in code of the store or of C++: for those who are not there
         return {rank for rank, other in states.items() if other["status"] in ("runs", "left")}, set()
     group, call = state["groups"][waiting["group"]], waiting["call"]
-    others = [rank for rank in group["ranks"] if rank != state["rank"] and rank in states]
+    other_ranks = [rank for rank in group["ranks"] if rank != state["rank"] and rank in states]
     if call["peer"] is not None or call["op"] == "recv_anysource":
-        return {rank for rank in others if states[rank]["status"] in ("runs", "left")}, set()
+        return {rank for rank in other_ranks if states[rank]["status"] in ("runs", "left")}, set()
     behind, different = set(), set()
-    for rank in others:
-        theirs = states[rank]["groups"].get(waiting["group"])
-        if theirs is None or theirs["collectives"] <= call["number"]:
+    for rank in other_ranks:
+        group_of_rank = states[rank]["groups"].get(waiting["group"])
+        if group_of_rank is None or group_of_rank["collectives"] <= call["number"]:
             behind.add(rank)
-        elif any(recent["number"] == call["number"] and _differs(recent, call) for recent in theirs["recent"]):
+        elif any(recent["number"] == call["number"] and _differs(recent, call) for recent in group_of_rank["recent"]):
             different.add(rank)
     if not behind and not different:  # an earlier call that did not block, of another group
-        behind = set(_behind_in_any(state, states))
+        behind = set(_ranks_behind(state, states))
     return behind, different
 
 
-def _behind_in_any(state: State, states: States) -> Iterator[int]:
+def _ranks_behind(state: State, states: States) -> Iterator[int]:
     for key, group in state["groups"].items():
         for rank in group["ranks"]:
             if rank in states and rank != state["rank"]:
-                theirs = states[rank]["groups"].get(key, {"collectives": 0})
-                if theirs["collectives"] < group["collectives"]:
+                group_of_rank = states[rank]["groups"].get(key, {"collectives": 0})
+                if group_of_rank["collectives"] < group["collectives"]:
                     yield rank
 
 

@@ -108,7 +108,7 @@ class WatchThread(threading.Thread):
                 return
 
     def tick(self) -> None:
-        """One turn: a heartbeat, the events of other ranks, and whether anything stands still."""
+        """One iteration of the thread: a heartbeat, the events of other ranks, and whether anything stands still."""
         watched = self.watched
         self._arm()
         self.standing.sample()
@@ -135,8 +135,8 @@ class WatchThread(threading.Thread):
     def _successor(self) -> int:
         """The next rank that has not left; each rank looks after one, so that a gone rank is seen by some rank."""
         rank, size = self.watched.channel.rank, self.watched.channel.size
-        others = [(rank + step) % size for step in range(1, size)]
-        return next((other for other in others if other not in self.left), others[0])
+        other_ranks = [(rank + step) % size for step in range(1, size)]
+        return next((other for other in other_ranks if other not in self.left), other_ranks[0])
 
     def _handle(self, event: dict[str, Any]) -> None:
         if event["kind"] == "question":
@@ -180,8 +180,8 @@ class WatchThread(threading.Thread):
         group, call = waiting
         states = self._troubled | self.left
         for rank in set(group.ranks) & set(states):
-            theirs = states[rank]["groups"].get(group.key, {"collectives": 0})
-            if (call.peer is None and theirs["collectives"] <= call.number) or call.peer == rank:
+            group_of_rank = states[rank]["groups"].get(group.key, {"collectives": 0})
+            if (call.peer is None and group_of_rank["collectives"] <= call.number) or call.peer == rank:
                 return True
         return False
 
@@ -284,9 +284,9 @@ class WatchThread(threading.Thread):
         """Live until these ranks have read what they need, or for a while: this process may have the store, and a
         launcher ends all others when the first one ends."""
         channel, deadline = self.watched.channel, time.monotonic() + COLLECT_S + GRACE_S
-        others = [f"done/{rank}" for rank in ranks if rank != channel.rank]
+        other_keys = [f"done/{rank}" for rank in ranks if rank != channel.rank]
         with suppress(*LOST):
-            while channel.get_all(others) is None and time.monotonic() < deadline:
+            while channel.get_all(other_keys) is None and time.monotonic() < deadline:
                 time.sleep(0.02)
 
     def run_name(self) -> str:

@@ -107,7 +107,7 @@ class Watch:
         self._undo = [record_calls(log), self._catch_uncaught(), self._write_crashes()]
         self._thread = WatchThread(watched)
         with suppress(*LOST):
-            self._thread.beat()  # a rank that ends before the thread's first turn has opened a watch
+            self._thread.beat()  # a rank that ends before the thread's first iteration has opened a watch
         self._thread.start()
         atexit.register(self.close)
 

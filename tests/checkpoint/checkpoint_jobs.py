@@ -68,7 +68,7 @@ def everything(parallel: ParallelModel, optimizer: Any) -> dict[str, torch.Tenso
     cut = module._applied.cut if "_applied" in vars(module) else None
     tensors = {}
     for name, parameter in module.named_parameters():
-        first = cut.facts.owners[name] if cut is not None else name
+        first = cut.facts.parameter_fqns[name] if cut is not None else name
         own = stepped.get(id(parameter), parameter)
         tensors[f"model/{first}"] = full(module, name, own if data is not None and data.masters else parameter)
         for key, value in optimizer.state.get(own, {}).items():

@@ -95,7 +95,7 @@ def run_side(feature: Feature, side: Side) -> Records:
     return side.records
 
 
-# -- the reference ------------------------------------------------------------------------------------------------------
+# -- the reference -----------------------------------------------------------------------------------------------------
 
 _REFERENCES: OrderedDict[tuple[str, str, bool], Records] = OrderedDict()
 _MODELS: OrderedDict[tuple[str, str, bool], tuple[nn.Module, ...]] = OrderedDict()
@@ -152,7 +152,7 @@ def _keep(cache: OrderedDict, key: Any, value: Any) -> None:
         cache.popitem(last=False)
 
 
-# -- the verdict --------------------------------------------------------------------------------------------------------
+# -- the verdict -------------------------------------------------------------------------------------------------------
 
 
 def judge(

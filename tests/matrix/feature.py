@@ -28,7 +28,7 @@ class Feature:
         names: public names and options that this row exercises, for the policy test.
         overrides: config fields of the model that differ, by the kind's name or "" for all.
         prepare: changes the model before it is placed, once for both sides (adapters, frozen parts).
-        others: further models that the feature takes (a teacher, a critic), as names of kinds; None: another one of its kind.
+        others: further models that the feature takes (a teacher, a critic), by kind; None: another one of its kind.
         bound: the largest relative error in float64.
         lower: where the compute is narrower: the error may be three times that of the unsharded model in this dtype.
         refused: slugs by which cells may be refused, each with the reason, which docs/ give too.

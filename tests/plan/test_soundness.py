@@ -213,7 +213,7 @@ def test_a_linear_or_norm_beside_shards_outside_of_a_gather_needs_no_word_on_its
 
 def test_a_parameter_among_sharded_siblings_without_a_rule_in_a_translated_plan():
     plan = replace(
-        parse_plan("schema_version: 1\ntensor_parallel: {up: colwise, down: rowwise}"), unclaimed="replicate"
+        parse_plan("schema_version: 1\ntensor_parallel: {up: colwise, down: rowwise}"), on_unclaimed="replicate"
     )
     model = nn.Module()
     model.b = Block()

@@ -96,7 +96,7 @@ def _with(plan: Plan, rule: Rule, style: StyleText | None, unclaimed: str = "") 
         if other is rule and style is None:
             continue
         rules.append(replace(other, style=style) if other is rule and style is not None else other)
-    return replace(plan, rules=tuple(rules), unclaimed=unclaimed or plan.unclaimed)
+    return replace(plan, rules=tuple(rules), on_unclaimed=unclaimed or plan.on_unclaimed)
 
 
 def _mutant(plan: Plan, rule: Rule, change: str, style: StyleText | None, unclaimed: str = "") -> Mutant:

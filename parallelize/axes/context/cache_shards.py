@@ -1,4 +1,4 @@
-"""Key/value caches of `transformers` of which each rank of `cp` stores its tokens.
+"""Key/value caches of `transformers`, divided over `cp`: each rank stores its tokens.
 
 The layers of a cache keep their classes and get other methods. A layer's `keys` and `values` are those of the tokens
 that this rank stores, in the order of their positions; its length is that of the full sequence. A static layer reserves
@@ -22,7 +22,7 @@ _LAYERS = {
     for name in ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
 }
 _UNUSED = "transformers.cache_utils.DummyLayer"  # of layers that store nothing
-_LEAST_ROOM = 64  # tokens by which a rank's memory grows at least
+_LEAST_ROOM = 64  # a rank's memory grows by at least so many tokens
 
 
 class CachedSequence:

@@ -170,7 +170,7 @@ def _install(module: nn.Module, context: Context, inputs: ContextInputs) -> None
         module.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
     call = _RootForward(inputs, module.__dict__.get("forward"), set(kinds), cut is not None)
     mark_applied(module, context_call=call)
-    module.__dict__["forward"] = MethodType(_with_signature(type(module).forward), module)
+    module.__dict__["forward"] = MethodType(_forward_with_signature(type(module).forward), module)
 
 
 def _set_implementation(context: Context, attention: dict[str, str], present: dict[str, nn.Module]) -> None:
@@ -184,12 +184,12 @@ def _set_implementation(context: Context, attention: dict[str, str], present: di
             inner.__dict__["config"] = config_with_masks(config, context) if context.makes_masks else over_ranks
 
 
-def _with_signature(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`_over_cp` with the signature of the stock forward, for callers that inspect it."""
+def _forward_with_signature(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`_forward_over_cp` with the signature of the stock forward, for callers that inspect it."""
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _over_cp(self, *args, **kwargs)
+        return _forward_over_cp(self, *args, **kwargs)
 
     return forward
 
@@ -212,12 +212,12 @@ class _RootForward:
         forward = self.stock or MethodType(type(module).forward, module)
         out = forward(*args, **kwargs)
         if cached is not None:
-            return self._after_cached(context, cached, out)
+            return self._output_of_cached_call(context, cached, out)
         if not (self.staged and type(out) is tuple):
             _check_tokens(context, out)
         return out
 
-    def _after_cached(self, context: Context, cached: CachedCall, out: Any) -> Any:
+    def _output_of_cached_call(self, context: Context, cached: CachedCall, out: Any) -> Any:
         """The output of a call with a cache, or by `generate`, whose logits of the last tokens are on every rank."""
         if cached.splits:
             checked = dict(out) if isinstance(out, dict) else list(out) if isinstance(out, tuple) else out
@@ -231,7 +231,7 @@ class _RootForward:
         return out
 
 
-def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward_over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The root's forward, on local tokens."""
     context, call = self._applied.context, self._applied.context_call
     batch = call.inputs.form.batch(args, kwargs)

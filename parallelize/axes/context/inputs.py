@@ -172,7 +172,7 @@ def _labels_refused(name: str) -> ModelError:
 
 
 def _refuse_short(layout: SequenceLayout) -> None:
-    """Refuse sequences of which a rank would have no token: stock forwards do not run on empty inputs."""
+    """Refuse sequences that would leave a rank without a token: stock forwards do not run on empty inputs."""
     empty = [rank for rank in range(layout.size) if not layout.of_rank(rank)]
     if empty:
         what = f"a sequence of {layout.full} tokens leaves ranks {empty} of cp (size {layout.size}) without any"
@@ -224,7 +224,7 @@ def _device(batch: InputBatch) -> torch.device:
 
 NAME = "parallelize_gathered"
 """of the maker of masks in the registry of `transformers`"""
-_CONTEXT = "context_parallel"  # the field of a config by which the maker knows the sequences
+_CONTEXT = "context_parallel"  # the field of a config that tells the maker the sequences
 
 
 def register_masks() -> None:

@@ -179,7 +179,7 @@ def attend(
         start, stop = heads.queries[context.ulysses.rank]
         dropout = dropout and dropout.from_head(start)
         sinks = None if sinks is None else sinks[start:stop]
-    out = _over_ring(context, sequences, q, k, v, masking, dropout, sinks)
+    out = _attend_over_ring(context, sequences, q, k, v, masking, dropout, sinks)
     if exchanges:
         out = to_sequence_shards(out, context.ulysses, heads, sizes)
     context.attach(sequences, out)
@@ -201,7 +201,7 @@ def _check_kind(module: ContextAttention, masking: Masking) -> None:
         raise ModelError(Problem("attention-kind", what, fix=f"write `{kind}` under `attention:`"))
 
 
-def _over_ring(
+def _attend_over_ring(
     context: Context,
     sequences: ForwardSequences,
     q: T,

@@ -33,15 +33,17 @@ class AbsentParameters:
     def __init__(self, module: nn.Module, cut: Cut):
         self.parameters: list[tuple[nn.Module, str, tuple[int, ...], torch.dtype]] = []
         facts = cut.facts
-        embeddings = (f"{name}.embedding" for name in prompt_encoders(facts))  # PEFT asks for its device
-        units = [unit for unit in (*cut.stages.units, *embeddings) if unit in facts.aliases and not cut.present(unit)]
+        embeddings = (f"{name}.embedding" for name in prompt_encoders(facts))  # their wrapper asks for its device
+        units = [
+            unit for unit in (*cut.stages.units, *embeddings) if unit in facts.module_fqns and not cut.present(unit)
+        ]
         layers = cut.stages.cuts.layers
         inside = [f"{unit}." for unit in units if unit and not (layers and unit.rpartition(".")[0] == layers)]
         # as ViT's `patch_embeddings.projection`
-        inner = (name for name in facts.aliases if name.startswith(tuple(inside)))
+        inner = (name for name in facts.module_fqns if name.startswith(tuple(inside)))
         for name in dict.fromkeys((*units, *inner)):
-            for key, shape in facts.modules[facts.aliases[name]].shapes.items():
-                dtype = getattr(torch, facts.parameters[facts.owners[f"{name}.{key}"]].dtype)
+            for key, shape in facts.modules[facts.module_fqns[name]].shapes.items():
+                dtype = getattr(torch, facts.parameters[facts.parameter_fqns[f"{name}.{key}"]].dtype)
                 if dtype.is_floating_point:
                     self.parameters.append((module.get_submodule(name), key, shape, dtype))
 
@@ -74,7 +76,7 @@ def drop_parameters(module: nn.Module) -> None:
 
 
 def _mark_merged(layer: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-    """What PEFT's `merge` leaves of a layer that another stage has."""
+    """What a merge leaves of an adapted layer that another stage has."""
     layer.merged_adapters = list(adapter_names or layer.active_adapters)
 
 

@@ -178,7 +178,7 @@ class MicrobatchInputs:
     batch_size: int = 0
 
     def signature(self, mode: object) -> tuple:
-        """Equal for microbatches from which stages compute tensors of the same shapes."""
+        """A key: microbatches with the same one give tensors of the same shapes on every stage."""
         leaves, structure = private.tree_flatten((self.args, self.kwargs))
         return (tuple(map(_form, leaves)), repr(structure), mode)
 
@@ -277,10 +277,10 @@ def token_targets(module: nn.Module, targets: Any, labels: Any, attention_mask: 
             "targets"
         )
         raise ModelError(Problem("no-targets", what, fix=fix))
-    return _of_labels(module, labels, attention_mask)
+    return _targets_of_labels(module, labels, attention_mask)
 
 
-def _of_labels(module: nn.Module, labels: Any, attention_mask: Any) -> Any:
+def _targets_of_labels(module: nn.Module, labels: Any, attention_mask: Any) -> Any:
     kind = label_loss(module, labels)
     if not kind.of_logits:
         form = list(labels.shape) if isinstance(labels, T) else type(labels).__name__
@@ -289,7 +289,7 @@ def _of_labels(module: nn.Module, labels: Any, attention_mask: Any) -> Any:
     targets = kind.targets(labels, attention_mask)
     if targets.ndim != 2:
         return targets
-    targets = _with_prompts(module, targets)  # the last prompt predicts the first token
+    targets = _add_prompt_targets(module, targets)  # the last prompt predicts the first token
     return next_tokens(targets) if kind.shift else targets
 
 
@@ -323,16 +323,16 @@ def with_decoder_ids(module: nn.Module, named: Mapping[str, Any], labels: Any) -
 
 
 def beside_prompts(module: nn.Module, inputs: Any, targets: Any) -> Any:
-    """The targets of a model whose learned prompts stand before the tokens, and have none: as PEFT extends labels.
+    """The targets of a model whose learned prompts stand before the tokens: prompts have none, as in its labels.
 
     Args:
         inputs: of the step. targets: token ids [batch, sequence] for the tokens of an input alone; others are as they
             should be.
     """
-    return targets if _ids_like(targets, inputs) is None else _with_prompts(module, targets)
+    return targets if _ids_like(targets, inputs) is None else _add_prompt_targets(module, targets)
 
 
-def _with_prompts(module: nn.Module, targets: T) -> T:
+def _add_prompt_targets(module: nn.Module, targets: T) -> T:
     """Targets, or labels, with none for the learned prompts before the tokens."""
     count = num_prompt_logits(module)
     return torch.cat([targets.new_full((targets.shape[0], count), IGNORED), targets], dim=1) if count else targets

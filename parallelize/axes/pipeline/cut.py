@@ -145,11 +145,11 @@ def _empty(module: nn.Module, unit: str) -> None:
     if key in parent._parameters:
         # a forward that reads it gets zeros of its shape, which take the memory of one element
         absent: Any = parent._parameters.pop(key)
-        zeros = torch.zeros((), dtype=absent.dtype, device=_not_meta(absent.device))
+        zeros = torch.zeros((), dtype=absent.dtype, device=_device_with_values(absent.device))
         parent.__dict__[key] = zeros.expand(absent.shape)
         return
     drop_parameters(module.get_submodule(unit))
 
 
-def _not_meta(device: torch.device) -> torch.device:
+def _device_with_values(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device

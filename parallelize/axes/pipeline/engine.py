@@ -280,12 +280,12 @@ class Pipeline:
         microbatches, total = self._microbatches(call, args, kwargs, targets, labels)
         return self._run(microbatches, self.batches.loss_of(total, forward_only), forward_only)
 
-    def _microbatches(self, call: str, *given: Any) -> tuple[list[MicrobatchInputs], T]:
+    def _microbatches(self, call: str, *arguments: Any) -> tuple[list[MicrobatchInputs], T]:
         """The inputs of this data rank, and the global count."""
         self._take_changes()
         trained = self._trained_parameters()
         self.check.says_changed = self._trained not in (None, trained)
-        microbatches, total = self.batches.read(call, self._settings(), *given)
+        microbatches, total = self.batches.read(call, self._settings(), *arguments)
         self._trained = trained
         if self.group.size > 1 and self.check.any_changed():
             self._forget_forms()

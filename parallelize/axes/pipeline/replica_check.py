@@ -90,9 +90,9 @@ class ReplicaCheck:
             terms.append((digests * odd).sum() * weight)
         drifted = self._drifted()[1].sum()
         for tie in self.shared_ties():
-            first, *others = (digest(copy)[:2].sum() for copy in self._tied(tie))
+            first, *other_copies = (digest(copy)[:2].sum() for copy in self._tied(tie))
             terms.append(first * weight_in(tie.group.ranks, dist.get_rank()))
-            drifted = drifted + sum((other != first).to(drifted.device) for other in others)
+            drifted = drifted + sum((other != first).to(drifted.device) for other in other_copies)
         return (torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.int64)), drifted
 
     @torch.no_grad()
@@ -135,7 +135,7 @@ class ReplicaCheck:
         return [to_local(parameter).detach() for parameter in self._parameters(tie)]
 
     def _copies(self) -> dict[tuple[str, ...], dict[str, T]]:
-        """Local tensors by name, by the data axes of which all ranks store them."""
+        """Data axes along which tensors are replicated -> these local tensors by name."""
         present = [axis for axis in self.spec.names if axis in DATA_AXES and self.spec.size(axis) > 1]
         copies: dict[tuple[str, ...], dict[str, T]] = {}
         for name, parameter in self.module.named_parameters():
@@ -197,9 +197,11 @@ def _differing_copies(spec: MeshSpec, ranks: Sequence[int], every: Sequence[Copy
         for group in _groups(spec, axes):
             first = every[group[0]].data.get(axes, {})
             for name in first:
-                others = [ranks[index] for index in group if every[index].data.get(axes, {}).get(name) != first[name]]
-                if others:
-                    rows.append((name, _differ(others, ranks[group[0]])))
+                differing_ranks = [
+                    ranks[index] for index in group if every[index].data.get(axes, {}).get(name) != first[name]
+                ]
+                if differing_ranks:
+                    rows.append((name, _differ(differing_ranks, ranks[group[0]])))
     rows += [row for facts in every for row in facts.drift.items()]
     rows = list(dict.fromkeys(rows))
     if not rows:

@@ -190,7 +190,7 @@ def check_schedule(schedule: Schedule) -> None:
 
     Raises: PlanError `bad-schedule` with the first wrong or blocked actions.
     """
-    wrong = _misplaced(schedule) or _not_once(schedule)
+    wrong = _misplaced(schedule) or _wrong_action_counts(schedule)
     if wrong:
         shown = tuple(wrong[:8]) + ((("and", f"{len(wrong) - 8} more"),) if len(wrong) > 8 else ())
         fix = "each stage and microbatch has one F, and one B or one I and one W, on the stage's rank"
@@ -214,7 +214,7 @@ def _misplaced(schedule: Schedule) -> list[tuple[str, str]]:
     return problems
 
 
-def _not_once(schedule: Schedule) -> list[tuple[str, str]]:
+def _wrong_action_counts(schedule: Schedule) -> list[tuple[str, str]]:
     """Stages and microbatches whose actions are not F and B, or F, I and W."""
     counts = Counter(action for order in schedule.orders for action in order)
     problems = []

@@ -24,17 +24,17 @@ T = torch.Tensor
 class Wgrad:
     """The rest of a backward after dgrad. Call it once."""
 
-    def __init__(self, groups: list[_Group], others: list[tuple[T, T | None]]):
-        self._groups, self._others = groups, others
+    def __init__(self, groups: list[_Group], independent: list[tuple[T, T | None]]):
+        self._groups, self._independent = groups, independent
 
     def __call__(self) -> None:
         # a weight that is used twice is reached through nodes of other groups, whose saved tensors must still exist
         retain = any(len(group.nodes) > 1 for group in self._groups)
         for group in self._groups:
             group.run(retain)
-        if self._others:  # these outputs do not depend on an input, so dgrad has not run any of their nodes
-            torch.autograd.backward([out for out, _ in self._others], [grad for _, grad in self._others])
-        self._groups, self._others = [], []
+        if self._independent:  # these outputs do not depend on an input, so dgrad has not run any of their nodes
+            torch.autograd.backward([out for out, _ in self._independent], [grad for _, grad in self._independent])
+        self._groups, self._independent = [], []
 
 
 class _Group:
@@ -86,7 +86,7 @@ def backward_inputs(outputs: Sequence[T], grads: Sequence[T | None], inputs: Seq
             raise _unsplittable(node)
     depends = [node is not None and node in graph.to_inputs for node in map(_node_of, outputs)]
     dependent = [(out, grad) for out, grad, reached in zip(outputs, grads, depends, strict=True) if reached]
-    others = [(out, grad) for out, grad, reached in zip(outputs, grads, depends, strict=True) if not reached]
+    independent = [(out, grad) for out, grad, reached in zip(outputs, grads, depends, strict=True) if not reached]
     handles = [
         node.register_prehook(lambda arrived, group=group, node=node: group.keep(node, arrived))
         for group in graph.groups
@@ -99,7 +99,7 @@ def backward_inputs(outputs: Sequence[T], grads: Sequence[T | None], inputs: Seq
     finally:
         for handle in handles:
             handle.remove()
-    return Wgrad(graph.groups, others)
+    return Wgrad(graph.groups, independent)
 
 
 def _unsplittable(node: Node) -> ModelError:
@@ -116,11 +116,11 @@ class _Graph:
         roots = [node for node in map(_node_of, outputs) if node is not None]
         nodes, self.parents = _walk(roots)
         input_nodes = {node for node in map(_node_of, inputs) if node is not None}
-        self.to_inputs = self._above(node for node in nodes if node in input_nodes)
+        self.to_inputs = self._ancestors_of(node for node in nodes if node in input_nodes)
         self.groups = self._grouped([node for node in nodes if hasattr(node, "variable") and node not in input_nodes])
 
-    def _above(self, below: Iterable[Node]) -> set[Node]:
-        """Every node from which a node of `below` is reached."""
+    def _ancestors_of(self, below: Iterable[Node]) -> set[Node]:
+        """Every node that leads to a node of `below`, and these themselves."""
         todo = list(below)
         seen = set(todo)
         while todo:

@@ -107,7 +107,7 @@ class StageRunner:
         self.absent = AbsentParameters(module, cut)
         self._last_user = {source: cut.stages.stage_of_unit(target) for source, target in cut.stages.cuts.skips}
         for index, unit in enumerate(self.units):
-            if unit in cut.facts.aliases:
+            if unit in cut.facts.module_fqns:
                 self.modules[unit] = inner = module.get_submodule(unit)
                 self._calls.append(_UnitCall(self, index, inner))
         # the end of a stage is caught inside the call of the root, so that wrappers around the model see a normal
@@ -205,7 +205,7 @@ class StageRunner:
         return has_drawn(self.module)
 
     def _may_run_alone(self, unit: str) -> bool:
-        """Whether a unit needs no other stage: PEFT computes learned prompts to save them."""
+        """Whether a unit needs no other stage: learned prompts are computed alone to be saved."""
         return unit in prompt_encoders(self.cut.facts) and self.cut.present(unit)
 
     def _absent_output(self, index: int, now: _RunningForward, args: tuple, kwargs: dict) -> Any:

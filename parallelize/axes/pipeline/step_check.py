@@ -215,7 +215,7 @@ class StepCheck:
         dist.all_gather_object(gathered, (own, call.edits, copies), group=self.world)
         ranks = self.mesh.mesh.flatten().tolist()
         facts, edits, copies_by_rank = zip(*gathered, strict=True)
-        existing = _of_existing_optimizers(facts)
+        existing = _facts_of_existing_optimizers(facts)
         rows = _rows(self.spec, ranks, existing)
         problems = self.replicas.problems(ranks, copies_by_rank)
         written = any(len({counts[name] for counts in edits if name in counts}) > 1 for name in call.edits)
@@ -283,7 +283,7 @@ class StepCheck:
         return local
 
 
-def _of_existing_optimizers(facts: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def _facts_of_existing_optimizers(facts: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """The facts of all ranks, without those of optimizers that some rank has not any more: Python deletes replaced ones
     at any time."""
     names = [{key.partition(", ")[0] for key in stage} for _, _, stage, _ in facts]

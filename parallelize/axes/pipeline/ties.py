@@ -100,14 +100,14 @@ class Ties:
     def equalize(self) -> None:
         """Copy the owner's value to all copies. A broadcast over the ranks of each tie."""
         for tie in self.groups:
-            first, *others = (to_local(p) for p in self.parameters(tie))
+            first, *other_copies = (to_local(p) for p in self.parameters(tie))
             if first.is_meta:
                 continue
             if tie.group.size > 1:
                 value = first.contiguous()
                 tie.group.broadcast(value, 0)
                 first.copy_(value)
-            for other in others:
+            for other in other_copies:
                 other.copy_(first)
 
     @torch.no_grad()
@@ -163,7 +163,7 @@ class Ties:
                 continue
             for parameter in parameters:
                 if parameter.grad is None:  # unused here, used elsewhere
-                    parameter.grad = self._no_gradient(parameter)
+                    parameter.grad = self._zero_gradient(parameter)
             total = to_local(parameters[0].grad)
             for other in parameters[1:]:
                 total.add_(to_local(other.grad))
@@ -173,7 +173,7 @@ class Ties:
                 to_local(other.grad).copy_(total)
             self._summed.add(tie.name)
 
-    def _no_gradient(self, parameter: Any) -> Any:
+    def _zero_gradient(self, parameter: Any) -> Any:
         """A gradient of zeros, sharded as ZeRO shards gradients."""
         data = data_of(self.module)
         shards = data.shards if data is not None and data.zero == 2 else ()

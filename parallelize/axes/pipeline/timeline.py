@@ -39,17 +39,17 @@ class Costs:
     def of(self, action: Action) -> float:
         """The time of `action`. Raises: PlanError `bad-costs` where a list has no entry for its stage."""
         if action.kind == "F":
-            return _at(self.forward, action.stage)
+            return _cost_of_stage(self.forward, action.stage)
         if action.kind == "B":
-            return _at(self.backward, action.stage)
-        backward = _at(self.backward, action.stage)
+            return _cost_of_stage(self.backward, action.stage)
+        backward = _cost_of_stage(self.backward, action.stage)
         if action.kind == "W" and self.weight is not None:
-            return _at(self.weight, action.stage)
-        dgrad = backward / 2 if self.input is None else _at(self.input, action.stage)
+            return _cost_of_stage(self.weight, action.stage)
+        dgrad = backward / 2 if self.input is None else _cost_of_stage(self.input, action.stage)
         return dgrad if action.kind == "I" else max(0.0, backward - dgrad)
 
 
-def _at(cost: float | Sequence[float], stage: int) -> float:
+def _cost_of_stage(cost: float | Sequence[float], stage: int) -> float:
     if isinstance(cost, (int, float)):
         return float(cost)
     if stage >= len(cost):

@@ -172,11 +172,11 @@ class SavePolicy:
         first, again = replay_cache.RecomputePass(cache, replay=False), replay_cache.RecomputePass(cache, replay=True)
         if not self.ops:
             return first, again
-        caching, cached = (_of_ops(mode, self.ops) for mode in create_selective_checkpoint_contexts(self.policy))
+        caching, cached = (_mode_for_ops(mode, self.ops) for mode in create_selective_checkpoint_contexts(self.policy))
         return _Both(first, caching), _Both(again, cached)
 
 
-def _of_ops(mode: Any, ops: frozenset[Any]) -> Any:
+def _mode_for_ops(mode: Any, ops: frozenset[Any]) -> Any:
     """PyTorch's mode for these ops alone. It counts all ops, and refuses a replay that runs more than its forward did.
 
     A unit of `fully_shard` inside of a recomputed one, as experts are that fold over data axes, does: outside of the

@@ -112,7 +112,7 @@ class RecomputeUnit:
         if torch.compiler.is_dynamo_compiling():
             run = partial(self._pass, module)
             return checkpoint(run, args, kwargs, use_reentrant=False, context_fn=self.contexts)
-        tensors, rebuilt = _without_tensors((args, kwargs))
+        tensors, rebuilt = _split_tensors((args, kwargs))
         cache, policy = _replay_cache(self.kinds, self.ops, self.copies), SavePolicy(self.ops)
 
         def forward(*tensors: T) -> Any:
@@ -237,7 +237,7 @@ def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-def _without_tensors(tree: Any) -> tuple[list[T], Callable[[Sequence[T]], Any]]:
+def _split_tensors(tree: Any) -> tuple[list[T], Callable[[Sequence[T]], Any]]:
     """(the tensors in a tree, each once; a function that rebuilds the tree with other tensors)."""
     leaves, structure = private.tree_flatten(tree)
     tensors: list[T] = []

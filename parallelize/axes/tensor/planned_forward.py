@@ -150,7 +150,7 @@ def installed(module: nn.Module) -> ModuleRuntime | None:
 def _fast_forward_for(planned: ModuleRuntime) -> Callable:
     """The fastest forward for a module whose output is not converted."""
     if not planned.slots and planned.enter is not None:
-        return _entered
+        return _forward_with_converted_input
     only_weight = len(planned.slots) == 1 and planned.weight is not None
     return _weight_only_forward if only_weight and planned.enter is None and planned.stock is None else _stock
 
@@ -177,9 +177,9 @@ def argument_of(module: nn.Module, name: str) -> tuple[int, str]:
     return names.index(name), name
 
 
-def too_many_inputs(module: str, given: int, layouts: int) -> ModelError:
+def too_many_inputs(module: str, num_inputs: int, layouts: int) -> ModelError:
     """The error of a call with more positional inputs than there are layouts of inputs."""
-    what = f"{module} got {given} positional inputs, and input_layouts has {layouts}"
+    what = f"{module} got {num_inputs} positional inputs, and input_layouts has {layouts}"
     return ModelError(
         Problem("layout-count", what, fix="one layout for each positional input; None leaves it unchanged")
     )
@@ -228,7 +228,7 @@ def _rowwise_linear(self: Any, input: torch.Tensor) -> torch.Tensor:
     return out if planned.bias is None else add_bias(planned, out, planned.bias.local(parameters))
 
 
-def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward_with_converted_input(self: Any, *args: Any, **kwargs: Any) -> Any:
     planned = self._applied.planned
     if planned.max_inputs and len(args) > planned.max_inputs:
         raise too_many_inputs(type(self).__name__, len(args), planned.max_inputs)

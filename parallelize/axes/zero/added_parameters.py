@@ -78,7 +78,7 @@ class AddedParameters:
         self._dropouts = weakref.WeakSet(_dropouts(module))
         self._is_changed = False
         if reducer is not None:
-            reducer.before_step = self.take
+            reducer.before_step = self.manage_added
         self._watch(module)
 
     def __deepcopy__(self, memo: dict) -> Any:
@@ -93,7 +93,7 @@ class AddedParameters:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.take()
+            self.manage_added()
             if self._reducer is not None:
                 self._reducer.forward_begins()
 
@@ -101,7 +101,7 @@ class AddedParameters:
         """The model was given a module or a parameter."""
         self._is_changed = True
 
-    def take(self) -> None:
+    def manage_added(self) -> None:
         """Reduce, and let optimizers step, what trains by now.
 
         Raises: HandshakeError `ranks-disagree`, `ranks-missing` where data ranks do not train the same parameters;
@@ -115,10 +115,10 @@ class AddedParameters:
             self._is_changed = False
             self._watch(module)
             self._add(self._added(module))
-        unfrozen_since = self._reducer.unfrozen_since() if self._reducer is not None else []
-        if unfrozen_since and self._reducer is not None:
-            self._agree([parameter.name for parameter in unfrozen_since])
-            self._reducer.manage(unfrozen_since)
+        newly_unfrozen = self._reducer.newly_unfrozen() if self._reducer is not None else []
+        if newly_unfrozen and self._reducer is not None:
+            self._agree([parameter.name for parameter in newly_unfrozen])
+            self._reducer.manage(newly_unfrozen)
 
     def _added(self, module: nn.Module) -> list[tuple[ReducedParameter, DataRanks]]:
         """Parameters under names that the model did not have, or that have replaced another one."""
@@ -179,7 +179,7 @@ class AddedParameters:
         self._refuse_dropout(module)
         self._drop(self._replaced(module))
         for parameter, ranks in added:
-            _from_first_rank(parameter.param, ranks)
+            _broadcast_from_first_rank(parameter.param, ranks)
         shards = [
             optimizer_shard(parameter, ranks, master_dtype_of(parameter.param, self._options, self._master))
             for parameter, ranks in added
@@ -232,11 +232,11 @@ def _changed(later: weakref.ref[AddedParameters]) -> None:
 
 
 def _nothing_later(module: nn.Module, args: Any) -> None:
-    """The hook of a copy, of which no gradient is reduced."""
+    """The hook of a copy of the model: its gradients are not reduced."""
 
 
 @torch.no_grad()
-def _from_first_rank(parameter: Any, ranks: DataRanks) -> None:
+def _broadcast_from_first_rank(parameter: Any, ranks: DataRanks) -> None:
     """Of the ranks that sum its gradient, give all the values of the first."""
     if ranks.axes:
         group = Group(axis_group(ranks.mesh, *ranks.axes))

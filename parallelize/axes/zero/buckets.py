@@ -81,13 +81,13 @@ class Bucket(ABC):
         """Whether a backward has added to every gradient as often as it will."""
         return self.counts == self.uses
 
-    def count(self, param: Any) -> int:
+    def count_gradient(self, param: Any) -> int:
         """Count one addition to a parameter's gradient, and return the parameter's index."""
         n = self.index[id(param)]
         self.counts[n] += 1
         return n
 
-    def begin(self) -> None:
+    def reset_counts(self) -> None:
         """Start counting for a new backward."""
         self.counts = [0] * len(self.params)
 
@@ -98,29 +98,29 @@ class Bucket(ABC):
         self.pending = []
 
     @abstractmethod
-    def reopen(self) -> None:
+    def prepare_for_backward(self) -> None:
         """Make gradients that may have been reduced ready for a backward that adds to them."""
 
     @abstractmethod
-    def take(self, param: Any) -> None:
-        """Take the gradient that a backward has added to."""
+    def collect_gradient(self, param: Any) -> None:
+        """Count a gradient to which a backward has added, and copy it where it is reduced."""
 
-    def widen(self, param: Any) -> None:
+    def cast_to_sum_dtype(self, param: Any) -> None:
         """Convert a gradient that is reduced later to the dtype of the sums, so that adding loses nothing."""
 
     @abstractmethod
-    def launch(self) -> None:
+    def start_reduction(self) -> None:
         """Start to reduce the gradients."""
 
     @abstractmethod
-    def land(self) -> None:
-        """Wait for the reduction, and keep its result."""
+    def finish_reduction(self) -> None:
+        """Wait for the reduction, and store its result."""
 
-    def show(self) -> None:
+    def set_grads(self) -> None:
         """Set `.grad` of the parameters to the sums, if they are elsewhere."""
 
     @abstractmethod
-    def forget(self) -> None:
+    def discard_sums(self) -> None:
         """Forget what a failed step has reduced."""
 
 
@@ -136,27 +136,27 @@ class AllReduceBucket(Bucket):
         self.present = parts[-1]
         self.reduced = False
 
-    def take(self, param: Any) -> None:
-        self._into_buffer(param, self.views[self.count(param)])
+    def collect_gradient(self, param: Any) -> None:
+        self._store_in_buffer(param, self.views[self.count_gradient(param)])
 
-    def _into_buffer(self, param: Any, view: T) -> None:
+    def _store_in_buffer(self, param: Any, view: T) -> None:
         if not _is_same(to_local(param.grad), view):
             view.copy_(to_local(param.grad))
             param.grad = as_gradient(param, view)
 
-    def reopen(self) -> None:
+    def prepare_for_backward(self) -> None:
         """Divide sums by the number of ranks: a backward adds to them, and the next all-reduce multiplies them
         again."""
         if self.reduced and any(param.grad is not None for param in self.params):
             for param, view in zip(self.params, self.views, strict=True):
                 if param.grad is not None:  # which the user may have replaced
-                    self._into_buffer(param, view)
+                    self._store_in_buffer(param, view)
             self.flat.mul_(1.0 / self.num_ranks)
         self.reduced = False
 
-    def launch(self) -> None:
-        self.begin()
-        self.reopen()
+    def start_reduction(self) -> None:
+        self.reset_counts()
+        self.prepare_for_backward()
         self.present.fill_(1.0)
         for n, param in enumerate(self.params):
             if param.grad is None:
@@ -168,7 +168,7 @@ class AllReduceBucket(Bucket):
             for group in self.groups:
                 group.all_reduce(self.flat)
 
-    def land(self) -> None:
+    def finish_reduction(self) -> None:
         """Wait, and set the gradients of parameters that had one on other ranks only."""
         self.wait()
         self.reduced = True
@@ -176,7 +176,7 @@ class AllReduceBucket(Bucket):
             if param.grad is None and bool(self.present[n] > 0):
                 param.grad = as_gradient(param, self.views[n])
 
-    def forget(self) -> None:
+    def discard_sums(self) -> None:
         self.reduced = False
 
 
@@ -186,7 +186,7 @@ class BufferPool:
     def __init__(self) -> None:
         self._free: list[T] = []
 
-    def take(self, count: int, dtype: torch.dtype, device: torch.device) -> T:
+    def acquire(self, count: int, dtype: torch.dtype, device: torch.device) -> T:
         """A flat, uninitialized tensor of `count` elements: the smallest free buffer that is large enough, or a new
         one."""
         fitting = [x for x in self._free if x.dtype == dtype and x.device == device and len(x) >= count]
@@ -196,8 +196,8 @@ class BufferPool:
         self._free = [x for x in self._free if x is not best]
         return best[:count]
 
-    def give(self, x: T) -> None:
-        """Return a tensor from `take` to the pool."""
+    def release(self, x: T) -> None:
+        """Return a tensor from `acquire` to the pool."""
         self._free.append(x if x._base is None else x._base)
 
 
@@ -234,29 +234,29 @@ class ReduceScatterBucket(Bucket):
             self.rows.append(_BufferRows(rows, width, -(-rows // shard.size), self.size))
             self.size = self.rows[-1].stop
         self.sums = torch.zeros(0, dtype=self.dtype, device=self.device)  # of this rank's rows, over a step's backwards
-        self.seen: set[int] = set()  # ids of parameters that have a sum
-        self.shown = False  # whether `.grad` of the parameters is the sums
+        self.ids_with_sum: set[int] = set()  # ids of parameters that have a sum
+        self.grads_are_sums = False  # whether `.grad` of the parameters is the sums
         self._had_grad: list[bool] = []
         self._input: T | None = None
         self._output: T | None = None
 
-    def take(self, param: Any) -> None:
-        self.count(param)
+    def collect_gradient(self, param: Any) -> None:
+        self.count_gradient(param)
 
-    def widen(self, param: Any) -> None:
+    def cast_to_sum_dtype(self, param: Any) -> None:
         grad = to_local(param.grad)
         if grad.dtype != self.dtype:
             param.grad = as_gradient(param, grad.to(self.dtype))
 
-    def launch(self) -> None:
-        """Start the reduce-scatter over the shard group; `land` reduces its result over the other groups."""
-        self.begin()
-        self.reopen()
+    def start_reduction(self) -> None:
+        """Start the reduce-scatter over the shard group; `finish_reduction` reduces its result over the others."""
+        self.reset_counts()
+        self.prepare_for_backward()
         count = self.shard.size
         self._had_grad = [param.grad is not None for param in self.params]
         size = self.size + len(self.params)
-        self._input = self.pool.take(count * size, self.dtype, self.device)
-        self._output = self.pool.take(size, self.dtype, self.device)
+        self._input = self.pool.acquire(count * size, self.dtype, self.device)
+        self._output = self.pool.acquire(size, self.dtype, self.device)
         by_rank = self._input.view(count, size)
         by_rank[:, self.size :] = by_rank.new_tensor(self._had_grad)
         for place, param in zip(self.rows, self.params, strict=True):
@@ -281,7 +281,7 @@ class ReduceScatterBucket(Bucket):
             if stop > start:
                 part[rank, : (stop - start) * place.width].copy_(flat[start:stop].reshape(-1))
 
-    def land(self) -> None:
+    def finish_reduction(self) -> None:
         """Wait for the reduce-scatter, reduce over the other groups, and add the result to the sums."""
         self.wait()
         assert self._input is not None and self._output is not None
@@ -290,13 +290,13 @@ class ReduceScatterBucket(Bucket):
         values, present = self._output.split([self.size, len(self.params)])
         for n, param in enumerate(self.params):
             if self._had_grad[n] or bool(present[n] > 0):
-                self.seen.add(id(param))
+                self.ids_with_sum.add(id(param))
         if self.sums.numel():
             self.sums.add_(values)
         else:
             self.sums = values.clone()
-        self.pool.give(self._input)
-        self.pool.give(self._output)
+        self.pool.release(self._input)
+        self.pool.release(self._output)
         self._input = self._output = None
 
     def _sum_of(self, n: int) -> T:
@@ -306,40 +306,40 @@ class ReduceScatterBucket(Bucket):
         shape = to_local(self.params[n]).shape
         return self.sums[place.offset : place.offset + (stop - start) * place.width].view(stop - start, *shape[1:])
 
-    def show(self) -> None:
+    def set_grads(self) -> None:
         """Set `.grad` of the parameters to the sums: DTensors that the data axis shards too."""
-        if self.shown:
+        if self.grads_are_sums:
             return
         for n, param in enumerate(self.params):
-            if id(param) in self.seen:
+            if id(param) in self.ids_with_sum:
                 value = self._sum_of(n)
                 param.grad = wrap_like(param, value, self.specs[id(param)])
-        self.shown = True
+        self.grads_are_sums = True
 
-    def reopen(self) -> None:
-        """Take the sums out of `.grad`, so that a backward can fill it; drop sums of which the user reset `.grad`."""
-        if not self.shown:
+    def prepare_for_backward(self) -> None:
+        """Take the sums out of `.grad`, so that a backward can fill it; drop a sum where the user reset `.grad`."""
+        if not self.grads_are_sums:
             return
-        set_by_user = [param for param in self.params if param.grad is not None and id(param) not in self.seen]
+        set_by_user = [param for param in self.params if param.grad is not None and id(param) not in self.ids_with_sum]
         if set_by_user and not self.sums.numel():
             self.sums = self.sums.new_zeros(self.size)
-        self.seen |= {id(param) for param in set_by_user}
+        self.ids_with_sum |= {id(param) for param in set_by_user}
         for n, param in enumerate(self.params):
-            if id(param) in self.seen:
+            if id(param) in self.ids_with_sum:
                 value = self._sum_of(n)
                 if param.grad is None:  # zero_grad
                     value.zero_()
-                    self.seen.discard(id(param))
+                    self.ids_with_sum.discard(id(param))
                 elif not _is_same(to_local(param.grad), value):  # which the user has replaced
                     value.copy_(to_local(param.grad))
             param.grad = None
-        self.shown = False
-        if not self.seen:
+        self.grads_are_sums = False
+        if not self.ids_with_sum:
             self.sums = self.sums.new_zeros(0)
 
-    def forget(self) -> None:
-        self.seen.clear()
-        self.shown = False
+    def discard_sums(self) -> None:
+        self.ids_with_sum.clear()
+        self.grads_are_sums = False
         self.sums = self.sums.new_zeros(0)
 
 
@@ -358,10 +358,10 @@ class _AllToAllSum:
 
     def __init__(self, out: T, full: T, group: Group, pool: BufferPool):
         self.out, self.group, self.pool = out, group, pool
-        self.parts = pool.take(len(full), full.dtype, full.device)
+        self.parts = pool.acquire(len(full), full.dtype, full.device)
         self.work = dist.all_to_all_single(self.parts, full, group=group.pg, async_op=True)
 
     def wait(self) -> None:
         self.work.wait()
         torch.sum(self.parts.view(self.group.size, -1), dim=0, out=self.out)
-        self.pool.give(self.parts)
+        self.pool.release(self.parts)

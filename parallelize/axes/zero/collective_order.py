@@ -25,7 +25,7 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 
 _CONTEXT = 4
-"""The number of messages by which the next one is predicted: modules that run more than once have several
+"""How many earlier messages predict the next one: modules that run more than once have several
 successors."""
 _PART_OF_TIMEOUT = 0.8
 """A rank waits in the store for less time than the others in their collective, so that they find its error."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.optimizer_shards import OptimizerShard, gather_parameters
-from parallelize.axes.zero.reducer import added
+from parallelize.axes.zero.reducer import added_error
 from parallelize.axes.zero.shard_data import DataRecord, data_of
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_state_dicts as state_dicts
@@ -70,7 +70,7 @@ def build_optimizer(
     data = data_of(module)
     if pipeline_cut(module) is not None:
         plan_changes(module)
-    take_later(data)
+    manage_added(data)
     steps_locally = name in ELEMENTWISE if elementwise is None else elementwise
     gathers_itself = bool(getattr(optimizer, "gathers_itself", False))
     if not steps_locally and not gathers_itself:
@@ -99,10 +99,10 @@ def build_optimizer(
     return built
 
 
-def take_later(data: DataRecord | None) -> None:
-    """Let the data axes take in what trains only since then."""
-    if data is not None and data.later is not None:
-        data.later.take()
+def manage_added(data: DataRecord | None) -> None:
+    """Let the data axes reduce parameters that train only since `shard_data`."""
+    if data is not None and data.added_parameters is not None:
+        data.added_parameters.manage_added()
 
 
 def _names_of_stepped(module: nn.Module, shards: dict[int, OptimizerShard]) -> dict[int, tuple[str, ...]]:
@@ -126,7 +126,7 @@ def _refuse_added(module: nn.Module, data: DataRecord | None) -> None:
         return
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not data.engine.reduces(name, parameter):
-            raise added(name)
+            raise added_error(name)
 
 
 def _refuse_shards(module: nn.Module, name: str, data: DataRecord | None) -> None:
@@ -211,7 +211,7 @@ def _wrap_steps(built: Optimizer, module: nn.Module, data: DataRecord) -> None:
         return loss
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        take_later(data)
+        manage_added(data)
         by_stepped.update((id(shard.stepped), shard) for shard in data.shards)
         inner_add(_stepped(param_group, module, {id(shard.param): shard for shard in data.shards}))
 
@@ -255,7 +255,7 @@ def save_masters(built: Optimizer, shard_of: Callable[[Any], OptimizerShard | No
         saved = state_dict.get(MASTERS, {})
         for index, shard in masters():
             if index in saved and saved[index].shape != shard.stepped.shape:
-                raise _of_other_shape(shard, saved[index])
+                raise _other_shape_error(shard, saved[index])
         for index, shard in masters():
             if index in saved:
                 shard.load_master(to_local(saved[index]))
@@ -264,7 +264,7 @@ def save_masters(built: Optimizer, shard_of: Callable[[Any], OptimizerShard | No
     built.register_load_state_dict_pre_hook(take)
 
 
-def _of_other_shape(shard: OptimizerShard, saved: Any) -> ModelError:
+def _other_shape_error(shard: OptimizerShard, saved: Any) -> ModelError:
     what = f"the float32 copy of {shard.name} is {list(shard.stepped.shape)}, in the state dict {list(saved.shape)}"
     fix = "load it on the mesh and ZeRO stage that saved it; a checkpoint of `Checkpointer` loads on any"
     return ModelError(Problem("master-of-other-shape", what, fix=fix))

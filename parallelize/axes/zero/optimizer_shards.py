@@ -40,7 +40,7 @@ def split_spec(param: Any, mesh: DeviceMesh, axis: str) -> Any:
 
 
 def _without_split(spec: Any) -> Any:
-    """The spec of a tensor of which each rank of the data axis, the first of the mesh, has all rows."""
+    """The spec of a tensor whose rows are all on each rank of the data axis, the first axis of the mesh."""
     return type(spec)(spec.mesh, (Replicate(), *spec.placements[1:]), tensor_meta=spec.tensor_meta)
 
 

@@ -93,13 +93,13 @@ class RefusesCasts:
         return RefusesCasts(())
 
 
-def cast_parameters(owners: Iterable[nn.Module], dtype: torch.dtype) -> None:
+def cast_parameters(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
     """Cast the floating-point parameters of modules; buffers (rotary tables) keep their dtype."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         return tensor.to(dtype) if is_weight else tensor
 
-    for owner in owners:
-        if owner._parameters:
-            owner._apply(cast, recurse=False)
+    for module in modules:
+        if module._parameters:
+            module._apply(cast, recurse=False)

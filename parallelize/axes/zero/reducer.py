@@ -65,9 +65,9 @@ class Reducer:
         dtype: the dtype of the sums. None: each parameter's own.
         frozen: parameters that require no gradient now. One that has a gradient at the end of a step, and was not given
             to `manage`, is refused.
-        current: returns the names and parameters of the model as it is now. One that was added is refused at the end of
-            a step in which it has a gradient.
-        after: called when all gradients of a step are reduced.
+        named_parameters: returns the names and parameters of the model as it is now. One that was added is refused at
+            the end of a step in which it has a gradient.
+        on_reduced: called when all gradients of a step are reduced.
         specs: id of a parameter -> the spec of its split gradient.
         defer: ZeRO 2 reduces once per step too, and stores full gradients until then.
     """
@@ -80,29 +80,34 @@ class Reducer:
         dtype: torch.dtype | None,
         *,
         frozen: Sequence[ReducedParameter] = (),
-        current: Callable[[], Iterable[tuple[str, Any]]] = tuple,
-        after: Callable[[], None] | None = None,
+        named_parameters: Callable[[], Iterable[tuple[str, Any]]] = tuple,
+        on_reduced: Callable[[], None] | None = None,
         specs: dict[int, Any] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         defer: bool = False,
     ):
         self.specs, self.defer = specs or {}, defer
         self.splits = any(parameter.groups.shard is not None for parameter in (*managed, *frozen))
-        self.dtype, self.frozen, self.after, self.current = dtype, list(frozen), after, current
+        self.dtype, self.frozen, self.on_reduced, self.named_parameters = (
+            dtype,
+            list(frozen),
+            on_reduced,
+            named_parameters,
+        )
         self.before_step: Callable[[], None] | None = None  # called before a step of several backwards
         self._bucket_bytes, self._pool = bucket_bytes, BufferPool()
         self._nodes: list[Any] = []  # referenced here, or PyTorch would make new nodes without our hooks
         self.managed: list[ReducedParameter] = []
         self._known = {id(parameter.param) for parameter in frozen}
         self.buckets: list[Bucket] = []
-        self._next: dict[int, int] = {}  # stage -> index of the next bucket to send
-        self._held: set[int] = set()  # stages that reduce nothing for now
-        self._open: set[int] = set()  # stages with a backward that is still to be reduced
+        self._next_bucket: dict[int, int] = {}  # stage -> index of the next bucket to send
+        self._held_stages: set[int] = set()  # stages that reduce nothing for now
+        self._unreduced_stages: set[int] = set()  # stages with a backward that is still to be reduced
         self._in_step = False  # between `hold` and `finish`: an engine says when to reduce
         self._auto_flush = False
         self._queued: int | None = None  # the backward at whose end `_end_of_backward` is called
         self._ran_forward = True  # since the last reduction
-        self._flying: list[Bucket] = []
+        self._in_flight: list[Bucket] = []
         self.manage(managed)
 
     def manage(self, parameters: Sequence[ReducedParameter]) -> None:
@@ -116,15 +121,15 @@ class Reducer:
         self.managed += managed
         self.buckets += self._make_buckets(managed)
         self._index_buckets()
-        if self._held:
-            self._held |= set(self._stages)
-            self._open |= set(self._stages)
+        if self._held_stages:
+            self._held_stages |= set(self._stages)
+            self._unreduced_stages |= set(self._stages)
         for parameter in managed:
             param: Any = parameter.param
             if self._grad_dtype(param) != param.dtype:
                 param.grad_dtype = None  # autograd then accepts a gradient that is wider than the parameter
             self._watch(param)
-            param.register_post_accumulate_grad_hook(_call(weakref.WeakMethod(self._after)))
+            param.register_post_accumulate_grad_hook(_weak_hook(weakref.WeakMethod(self._after_accumulation)))
 
     def _index_buckets(self) -> None:
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
@@ -140,11 +145,11 @@ class Reducer:
             nothing.
         """
         changed = [bucket for bucket in self.buckets if ids & {id(param) for param in bucket.params}]
-        others = {id(param): param for bucket in changed for param in bucket.params if id(param) not in ids}
-        if any(param.grad is not None for param in others.values()):
+        remaining = {id(param): param for bucket in changed for param in bucket.params if id(param) not in ids}
+        if any(param.grad is not None for param in remaining.values()):
             what = "a layer was replaced while parameters have gradients, which may be sums over data ranks already"
             raise ModelError(Problem("added-parameter", what, fix="optimizer.zero_grad() first, then replace it"))
-        moved = [parameter for parameter in self.managed if id(parameter.param) in others]
+        moved = [parameter for parameter in self.managed if id(parameter.param) in remaining]
         self.managed = [parameter for parameter in self.managed if id(parameter.param) not in ids]
         self.frozen = [parameter for parameter in self.frozen if id(parameter.param) not in ids]
         self._known -= ids
@@ -153,8 +158,8 @@ class Reducer:
         self._index_buckets()
 
     def _watch(self, param: Any) -> None:
-        """Call `_before` when a backward is about to add to `.grad`, but not for `torch.autograd.grad`."""
-        before = partial(_call(weakref.WeakMethod(self._before)), id(param))
+        """Call `_before_accumulation` when a backward is about to add to `.grad`, but not for `torch.autograd.grad`."""
+        before = partial(_weak_hook(weakref.WeakMethod(self._before_accumulation)), id(param))
         if isinstance(param, DTensor):  # planned modules pass gradients on themselves, and call these hooks
             param.register_hook(before)
             return
@@ -166,14 +171,14 @@ class Reducer:
     def _grad_dtype(self, param: Any) -> torch.dtype:
         return self.dtype or param.dtype
 
-    def unfrozen_since(self) -> list[ReducedParameter]:
+    def newly_unfrozen(self) -> list[ReducedParameter]:
         """Those that were frozen and train now, except copies of a tied parameter, of which other stages know
         nothing."""
         return [parameter for parameter in self.frozen if parameter.param.requires_grad and not parameter.late]
 
     def _make_buckets(self, managed: Sequence[ReducedParameter]) -> Iterable[Bucket]:
         for indices in partition([self._size(parameter) for parameter in managed], self._bucket_bytes):
-            yield self._bucket([managed[index] for index in indices])
+            yield self._build_bucket([managed[index] for index in indices])
 
     def _size(self, parameter: ReducedParameter) -> GradientSize:
         param = parameter.param
@@ -182,7 +187,7 @@ class Reducer:
         kind = (parameter.stage, dtype, param.device, param.ndim == 0, parameter.groups)
         return GradientSize(kind, num_bytes, parameter.late)
 
-    def _bucket(self, parameters: list[ReducedParameter]) -> Bucket:
+    def _build_bucket(self, parameters: list[ReducedParameter]) -> Bucket:
         first = parameters[0]
         full, shard = first.groups.full, first.groups.shard
         members = BucketParams(
@@ -199,12 +204,12 @@ class Reducer:
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
-    def _before(self, param_id: int, grad: Any) -> None:
+    def _before_accumulation(self, param_id: int, grad: Any) -> None:
         """A backward is about to add to `.grad`, which may be the result of a reduction."""
         if param_id in self._bucket_of:  # not dropped
-            self._bucket_of[param_id].reopen()
+            self._bucket_of[param_id].prepare_for_backward()
 
-    def _after(self, param: Any) -> None:
+    def _after_accumulation(self, param: Any) -> None:
         """A backward has added to `.grad`."""
         bucket = self._bucket_of.get(id(param))
         if bucket is None:  # dropped: it is of no model any more
@@ -212,17 +217,17 @@ class Reducer:
         number = private.backward_id()
         if self._queued not in (None, number) and number != -1 and not self._in_step:
             self.reset()  # the previous backward has failed, and never came to its end
-        bucket.take(param)
-        if bucket.stage in self._held or bucket.late:
-            bucket.widen(param)
-        if bucket.stage in self._held:
+        bucket.collect_gradient(param)
+        if bucket.stage in self._held_stages or bucket.late:
+            bucket.cast_to_sum_dtype(param)
+        if bucket.stage in self._held_stages:
             return
         if self._queued is None and number != -1 and (not self._in_step or self._auto_flush):
             self._queued = number
-            self._open |= set(self._stages)
+            self._unreduced_stages |= set(self._stages)
             private.call_after_backward(self._after_backward)
         if bucket.complete and not bucket.late:
-            self._launch_complete(bucket.stage)
+            self._start_complete_buckets(bucket.stage)
 
     def _after_backward(self) -> None:
         """Queue once more: pending reductions are delivered at the end of the queue too, and must come first."""
@@ -239,30 +244,30 @@ class Reducer:
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    def _launch_complete(self, stage: int) -> None:
+    def _start_complete_buckets(self, stage: int) -> None:
         """Send the buckets that are complete, up to the first that is not: the same order on every rank."""
         buckets = self._by_stage[stage]
-        index = self._next.get(stage, 0)
+        index = self._next_bucket.get(stage, 0)
         while index < len(buckets) and buckets[index].complete and not buckets[index].late:
-            self._launch(buckets[index])
+            self._start_reduction(buckets[index])
             index += 1
-        self._next[stage] = index
+        self._next_bucket[stage] = index
 
-    def _launch_rest(self, stage: int) -> None:
+    def _start_remaining_buckets(self, stage: int) -> None:
         """Send the buckets that are incomplete after a backward, except late ones."""
-        for bucket in self._by_stage[stage][self._next.get(stage, 0) :]:
+        for bucket in self._by_stage[stage][self._next_bucket.get(stage, 0) :]:
             if not bucket.late:
-                self._launch(bucket)
-        self._next[stage] = 0
+                self._start_reduction(bucket)
+        self._next_bucket[stage] = 0
 
-    def _launch(self, bucket: Bucket) -> None:
-        if bucket in self._flying:  # from the previous microbatch
-            self._flying.remove(bucket)
-            bucket.land()
-        bucket.launch()
-        self._flying.append(bucket)
-        if self.splits and len(self._flying) > IN_FLIGHT:
-            self._flying.pop(0).land()
+    def _start_reduction(self, bucket: Bucket) -> None:
+        if bucket in self._in_flight:  # from the previous microbatch
+            self._in_flight.remove(bucket)
+            bucket.finish_reduction()
+        bucket.start_reduction()
+        self._in_flight.append(bucket)
+        if self.splits and len(self._in_flight) > IN_FLIGHT:
+            self._in_flight.pop(0).finish_reduction()
 
     # -- calls of an engine ---------------------------------------------------------------------------------------
 
@@ -276,42 +281,42 @@ class Reducer:
             self.before_step()
         self._in_step, self._auto_flush = True, auto_flush
         for bucket in self.buckets:
-            bucket.reopen()
+            bucket.prepare_for_backward()
         if not self.splits or self.defer:
-            self._held = set(self._stages)
-            self._open = set(self._stages)
+            self._held_stages = set(self._stages)
+            self._unreduced_stages = set(self._stages)
 
     def release(self, stage: int) -> None:
         """The stage's next backward is its last of the step."""
-        self._held.discard(stage)
+        self._held_stages.discard(stage)
         for bucket in self._by_stage.get(stage, ()):
-            bucket.begin()
+            bucket.reset_counts()
 
     def flush(self, stage: int) -> None:
         """A backward of the stage has ended."""
-        if stage in self._by_stage and stage not in self._held:
-            self._launch_rest(stage)
-            self._open.discard(stage)
+        if stage in self._by_stage and stage not in self._held_stages:
+            self._start_remaining_buckets(stage)
+            self._unreduced_stages.discard(stage)
 
     def finish(self) -> None:
         """All backwards have ended: reduce the remaining buckets, and wait for all reductions."""
         self._refuse_unmanaged()
-        self._held.clear()
+        self._held_stages.clear()
         for stage in self._stages:
-            if stage in self._open:
-                self._launch_rest(stage)
+            if stage in self._unreduced_stages:
+                self._start_remaining_buckets(stage)
         for bucket in self.buckets:
             if bucket.late:
-                self._launch(bucket)
-        for bucket in self._flying:
-            bucket.land()
-        self._flying = []
-        self._open.clear()
+                self._start_reduction(bucket)
+        for bucket in self._in_flight:
+            bucket.finish_reduction()
+        self._in_flight = []
+        self._unreduced_stages.clear()
         for bucket in self.buckets:
-            bucket.show()
+            bucket.set_grads()
         self._in_step = self._ran_forward = False
-        if self.after is not None:
-            self.after()
+        if self.on_reduced is not None:
+            self.on_reduced()
 
     def reduces(self, name: str, param: Any) -> bool:
         """Whether a parameter was the model's when it was sharded. One that was frozen then is refused by its
@@ -320,14 +325,14 @@ class Reducer:
 
     def reset(self) -> None:
         """Discard the state of a step that failed."""
-        for bucket in self._flying:
+        for bucket in self._in_flight:
             bucket.wait()
-        self._flying, self._next, self._in_step, self._queued = [], {}, False, None
-        self._held.clear()
-        self._open.clear()
+        self._in_flight, self._next_bucket, self._in_step, self._queued = [], {}, False, None
+        self._held_stages.clear()
+        self._unreduced_stages.clear()
         for bucket in self.buckets:
-            bucket.begin()
-            bucket.forget()
+            bucket.reset_counts()
+            bucket.discard_sums()
 
     def forward_begins(self) -> None:
         """The model computes: the next backward may be that of a loss of this rank's samples."""
@@ -351,14 +356,14 @@ class Reducer:
             _warn_once(text)
 
     def _refuse_unmanaged(self) -> None:
-        unfrozen_since = [parameter.name for parameter in self.frozen if parameter.param.grad is not None]
-        if unfrozen_since:
-            raise unmanaged(
-                unfrozen_since[0], "it was frozen when shard_data was called", "unfreeze parameters before shard_data"
+        newly_unfrozen = [parameter.name for parameter in self.frozen if parameter.param.grad is not None]
+        if newly_unfrozen:
+            raise unmanaged_error(
+                newly_unfrozen[0], "it was frozen when shard_data was called", "unfreeze parameters before shard_data"
             )
-        for name, parameter in self.current():
+        for name, parameter in self.named_parameters():
             if parameter.grad is not None and id(parameter) not in self._known:
-                raise added(name)
+                raise added_error(name)
 
 
 @cache
@@ -366,7 +371,7 @@ def _warn_once(text: str) -> None:
     warn_caller(text)
 
 
-def _call(method: weakref.WeakMethod) -> Callable[..., None]:
+def _weak_hook(method: weakref.WeakMethod) -> Callable[..., None]:
     """A hook that calls a method of the reducer and does not keep it alive. The model does that.
 
     Python's garbage collector does not see what a parameter's hooks refer to. A hook that kept the reducer, which has
@@ -385,12 +390,12 @@ def _call(method: weakref.WeakMethod) -> Callable[..., None]:
     return hook
 
 
-def added(name: str) -> ModelError:
+def added_error(name: str) -> ModelError:
     """The error for a parameter that the model did not have when it was given to `shard_data`."""
-    return unmanaged(name, "it was added after shard_data", "add modules before shard_data or parallelize_model")
+    return unmanaged_error(name, "it was added after shard_data", "add modules before shard_data or parallelize_model")
 
 
-def unmanaged(name: str, why: str, fix: str) -> ModelError:
+def unmanaged_error(name: str, why: str, fix: str) -> ModelError:
     return ModelError(Problem("unmanaged-parameter", f"{name} has a gradient that is not reduced: {why}", fix=fix))
 
 
@@ -414,12 +419,12 @@ class BatchNormSync:
 
     def __init__(self, module: nn.Module, group: Group):
         self.group = group
-        self._owners = [owner for owner in module.modules() if owner._buffers.get("running_mean") is not None]
+        self._norms = [norm for norm in module.modules() if norm._buffers.get("running_mean") is not None]
 
     @torch.no_grad()
     def share(self) -> None:
         """Overwrite them with those of the first rank. One broadcast; nothing is sent for a model without any."""
-        in_order = [owner._buffers.get(name) for owner in self._owners for name in _NAMES]
+        in_order = [norm._buffers.get(name) for norm in self._norms for name in _NAMES]
         buffers = [buffer for buffer in in_order if buffer is not None]
         if self.group.size == 1 or not buffers:
             return

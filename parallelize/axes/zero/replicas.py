@@ -33,7 +33,7 @@ def compare_weights(
 
     Args:
         module: the model. Parameters on meta are left out.
-        mesh: the mesh of the model, on all ranks of which a difference is raised.
+        mesh: the mesh of the model. A difference is raised on all of its ranks.
         group: the ranks that are compared; alone: this rank waits for the others' result.
         axes: the axes of the group, for the message.
         names: of the parameters that are compared. Default: all.

@@ -68,7 +68,7 @@ class DataRecord:
             the optimizer steps it (stages 0 to 2, and adapters that were added to stage 3).
         masters: whether the optimizer steps float32 copies, because parameters are narrower.
         compute: the dtype of compute, where parameters are stored in a wider one (stage 3).
-        later: takes in parameters that train only since then; of stage 3 adapters.
+        added_parameters: takes in parameters that train only since then; of stage 3 adapters.
     """
 
     zero: int
@@ -77,7 +77,7 @@ class DataRecord:
     shards: list[OptimizerShard] = field(default_factory=list)
     masters: bool = False
     compute: torch.dtype | None = None
-    later: AddedParameters | None = None
+    added_parameters: AddedParameters | None = None
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copy of a model has no record: nothing reduces or steps its parameters (see `guard_gradients`)."""
@@ -190,13 +190,13 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     set_up(SHARDED, Guarded(module, mesh))
     compute = options.dtype if options.low_precision else None
     shards: list[OptimizerShard] = []
-    later = None
+    added_parameters = None
     if mesh_spec(mesh).ranks(*DATA_AXES) > 1:
-        later = _take_later_adapters(module, mesh, options, engine, shards)
-    mark_applied(module, data=DataRecord(3, mesh, engine, shards, compute=compute, later=later))
+        added_parameters = _manage_later_adapters(module, mesh, options, engine, shards)
+    mark_applied(module, data=DataRecord(3, mesh, engine, shards, compute=compute, added_parameters=added_parameters))
 
 
-def _take_later_adapters(
+def _manage_later_adapters(
     module: nn.Module, mesh: DeviceMesh, options: DataOptions, engine: FsdpEngine, shards: list[OptimizerShard]
 ) -> AddedParameters:
     """Adapters that are added to sharded units are small: each rank stores them in full, and optimizer states as of
@@ -205,12 +205,12 @@ def _take_later_adapters(
     def current() -> Iterator[tuple[str, Any]]:
         return ((name, p) for name, p in module.named_parameters() if not engine.shards(name, p))
 
-    engine.added = Reducer([], options.reduce_dtype, current=current, bucket_bytes=options.bucket_bytes)
+    engine.added = Reducer([], options.reduce_dtype, named_parameters=current, bucket_bytes=options.bucket_bytes)
     casts = RefusesCasts(())
     module.register_forward_pre_hook(casts)
-    later = AddedParameters(module, mesh, 1, options, None, engine.added, shards, casts, engine)
-    module.register_forward_pre_hook(later, prepend=True)  # before parameters are gathered
-    return later
+    added_parameters = AddedParameters(module, mesh, 1, options, None, engine.added, shards, casts, engine)
+    module.register_forward_pre_hook(added_parameters, prepend=True)  # before parameters are gathered
+    return added_parameters
 
 
 def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolved: ResolvedPlan) -> None:
@@ -229,9 +229,9 @@ def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     reducer = _reducer(module, mesh, parameters, shards, options, options.reduce_dtype or master_dtype)
     casts = RefusesCasts(shards)
     module.register_forward_pre_hook(casts)
-    later = AddedParameters(module, mesh, zero, options, master_dtype, reducer, shards, casts)
-    module.register_forward_pre_hook(later)
-    record = DataRecord(zero, mesh, reducer, shards, masters, later=later)
+    added_parameters = AddedParameters(module, mesh, zero, options, master_dtype, reducer, shards, casts)
+    module.register_forward_pre_hook(added_parameters)
+    record = DataRecord(zero, mesh, reducer, shards, masters, added_parameters=added_parameters)
     mark_applied(module, data=record)
     refuse_steps(shard.param for shard in shards if stepped_in_shards(shard, zero))
     for name, owner in module.named_modules():
@@ -263,8 +263,8 @@ def _reducer(
         [parameter for parameter in parameters if parameter.param.requires_grad],
         dtype,
         frozen=[parameter for parameter in parameters if not parameter.param.requires_grad],
-        current=module.named_parameters,
-        after=BatchNormSync(module, data_group(mesh)).share,
+        named_parameters=module.named_parameters,
+        on_reduced=BatchNormSync(module, data_group(mesh)).share,
         specs={id(shard.param): shard.spec for shard in shards},
         bucket_bytes=options.bucket_bytes,
         defer=options.defer and splits,

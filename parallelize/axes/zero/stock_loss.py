@@ -59,13 +59,15 @@ class _Counts:
             return None
         call = self.signature.bind_partial(None, *args, **kwargs).arguments
         labels: Any = call.get("labels")
-        others = [
+        other_inputs = [
             name for name, value in call.items() if _asks_for_loss(name) and value is not None and value is not False
         ]
-        if not others:
+        if not other_inputs:
             return None
         kind = (
-            label_loss(module, labels) if others == ["labels"] else LabelLoss(unknown=f"it reads {', '.join(others)}")
+            label_loss(module, labels)
+            if other_inputs == ["labels"]
+            else LabelLoss(unknown=f"it reads {', '.join(other_inputs)}")
         )
         passed = kwargs.get("num_items_in_batch")
         if kind.divides and passed is not None:

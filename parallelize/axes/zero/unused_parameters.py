@@ -111,7 +111,7 @@ class UnusedParameters:
 
 
 # -- parameter writes ------------------------------------------------------------------------------------------------
-# Forwards that write to parameters, under ZeRO 3: what they write goes to the copy that is gathered for that forward.
+# Forwards that write to parameters, under ZeRO 3: such a write goes to the copy that is gathered for this forward.
 # Backward gathers the stored shards again, so that its gradients would be those of other values than the forward's,
 # without an error. Which parameters a class may write to is read from its source
 # (`self.linear.weight.data.clamp_(...)`); after a forward of the unit that has them they are compared with what they

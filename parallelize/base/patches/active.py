@@ -113,15 +113,15 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         change(owner, name, lambda: update_wrapper(make(stock), stock), make)
 
 
-def change(owner: Any, name: str, made: Callable[[], Any], key: Any) -> None:
-    """Set `owner.name` to what `made` returns, once for a key. Raises: as `replace`."""
-    _begin_once((id(owner), name, key), _full_name(owner, name), lambda: _set(owner, name, made()))
+def change(owner: Any, name: str, make: Callable[[], Any], key: Any) -> None:
+    """Set `owner.name` to what `make` returns, once for a key. Raises: as `replace`."""
+    _begin_once((id(owner), name, key), _full_name(owner, name), lambda: _set(owner, name, make()))
 
 
 def handle(what: str, table: MutableMapping[Any, Any], key: Any, handler: Any) -> None:
     """Enter a handler in a table of another library, if it has none for the key. what: as in the table of patches."""
     if key not in table:
-        _begin_once((id(table), key), what, lambda: _entered(table, key, handler))
+        _begin_once((id(table), key), what, lambda: _enter(table, key, handler))
 
 
 def hook(what: str, register: Callable[[Any], Any], function: Callable[..., None]) -> None:
@@ -200,7 +200,7 @@ def _set(owner: Any, name: str, value: Any) -> Undo:
     return undo
 
 
-def _entered(table: MutableMapping[Any, Any], key: Any, handler: Any) -> Undo:
+def _enter(table: MutableMapping[Any, Any], key: Any, handler: Any) -> Undo:
     table[key] = handler
 
     def undo() -> bool:

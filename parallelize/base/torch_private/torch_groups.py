@@ -85,7 +85,7 @@ def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **opt
     from torch.distributed.distributed_c10d import _world as world
 
     _install_names()
-    _next_name.value = f"parallelize_{name}_{_turn(tuple(ranks))}"
+    _next_name.value = f"parallelize_{name}_{_count_groups_of(tuple(ranks))}"
     if list(ranks) != sorted(ranks):
         options["sort_ranks"] = False
     if own:
@@ -98,13 +98,12 @@ def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **opt
         world.group_count = count
 
 
-def _turn(ranks: tuple[int, ...]) -> int:
-    """How many groups of exactly these ranks there are with the next one. Threads, such as that of a save, take
-    turns."""
+def _count_groups_of(ranks: tuple[int, ...]) -> int:
+    """How many groups of exactly these ranks there are with the next one. One thread at a time counts."""
     with _counting:
-        made = _groups_made.setdefault(dist.group.WORLD, Counter())
-        made[ranks] += 1
-        return made[ranks]
+        counts = _groups_made.setdefault(dist.group.WORLD, Counter())
+        counts[ranks] += 1
+        return counts[ranks]
 
 
 def _install_names() -> None:

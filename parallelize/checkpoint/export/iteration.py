@@ -46,7 +46,7 @@ class BucketIterator(Iterator[WeightBucket]):
         self._last: WeightBucket | None = None
 
     def __len__(self) -> int:
-        """The number of buckets, of which some may have been yielded."""
+        """The number of all buckets, including those that were yielded."""
         return len(self._plans)
 
     def __iter__(self) -> BucketIterator:

@@ -160,7 +160,7 @@ def bucket_plans(
 def selected(
     tensors: Mapping[str, HubTensor], only: Callable[[str], bool] | None, changed: set[str] | None
 ) -> list[HubTensor]:
-    """The tensors whose names `only` accepts, of which a source has changed. None: all."""
+    """The tensors that `only` accepts by name and that have a changed source. None: all."""
     return [
         tensor
         for tensor in tensors.values()

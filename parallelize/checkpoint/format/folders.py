@@ -325,7 +325,7 @@ def check_files(manifest: Manifest, present: Collection[str], where: str, fix: s
 
 
 def missing_files(manifest: Manifest, present: Collection[str], where: str, fix: str) -> Iterator[Problem]:
-    """One problem for each node of which files are missing, and one for missing files of no node."""
+    """One problem for each node with missing files, and one for missing files of no node."""
     missing = [name for name in manifest.files if name not in present]
     for node in saving_nodes(manifest.about):
         files = [name for name in missing if name in node.files]

@@ -105,7 +105,7 @@ class _Encoder:
 
     def pairs(self, mapping: dict, where: str) -> list[list[Any]]:
         return [
-            [self.key(key, f"the key {_short(key)} of {where}"), self.any(value, _at(where, key))]
+            [self.key(key, f"the key {_short(key)} of {where}"), self.any(value, _path_of(where, key))]
             for key, value in mapping.items()
         ]
 
@@ -119,7 +119,7 @@ class _Encoder:
 
     def plain_dict(self, mapping: dict, where: str) -> Any:
         if all(type(key) is str and key != TAG and _is_text(key) for key in mapping):
-            return {key: self.any(value, _at(where, key)) for key, value in mapping.items()}
+            return {key: self.any(value, _path_of(where, key)) for key, value in mapping.items()}
         return {TAG: "dict", "items": self.pairs(mapping, where)}
 
     def default_dict(self, mapping: defaultdict, where: str) -> Any:
@@ -243,7 +243,7 @@ def _unsavable(where: str, what: str, fix: str) -> NoReturn:
     raise CheckpointError(Problem("unsavable-value", f"{where} {what}", fix=fix))
 
 
-def _at(where: str, key: Any) -> str:
+def _path_of(where: str, key: Any) -> str:
     return f"{where}.{key}" if type(key) is str and key.isidentifier() else f"{where}[{_short(key)}]"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -49,7 +50,7 @@ def save_adapter(model: Any, folder: str | os.PathLike, *, timeout_s: float = TI
         first rank.
     """
     root = model if isinstance(model, nn.Module) else model.module
-    if not hasattr(root, "peft_config"):
+    if not has_adapters(root):
         what = f"{type(root).__name__} has no adapters of PEFT"
         raise CheckpointError(Problem("no-adapters", what, fix="save_pretrained writes the weights of a model"))
     planned = next((inner for inner in root.modules() if mesh_of(inner) is not None), root)
@@ -127,6 +128,26 @@ def _check(folder: Path, expected: set[str]) -> None:
         raise CheckpointError(Problem("unsavable-adapter", what, fix=fix))
 
 
+def has_adapters(module: Any) -> bool:
+    """Whether a model is PEFT's, which saves its adapters alone."""
+    return hasattr(module, "peft_config")
+
+
+def read_adapters(model: Any, folder: Path) -> None:
+    """Load the adapters that PEFT wrote: `default` in the folder itself, others in one of their name.
+
+    Raises: CheckpointError `missing-file`.
+    """
+    from peft import set_peft_model_state_dict
+
+    for name in model.peft_config:
+        file = (folder if name == "default" else folder / name) / "adapter_model.safetensors"
+        if not file.is_file():
+            what = f"there are no weights of the adapter {name}"
+            raise CheckpointError(Problem("missing-file", what, str(file), fix="the path of a checkpoint of this run"))
+        set_peft_model_state_dict(model, load_file(file), adapter_name=name)
+
+
 # -- adapted models --------------------------------------------------------------------------------------------------
 # Models with adapters of PEFT, whose base is read from a folder of the stock model: names without PEFT's, and
 # adapters beside them. A trained copy of a layer (`modules_to_save`) begins with the values of the layer, as where
@@ -193,12 +214,12 @@ def new_adapters(module: nn.Module) -> list[tuple[nn.Module, str]]:
 def initialize_adapters(root: nn.Module, adapters: Sequence[tuple[nn.Module, str]]) -> None:
     """Give adapters the values that PEFT would have given them, from torch's generator of this rank."""
     for layer, name in adapters:
-        made: Any = layer
+        adapter_layer: Any = layer
         config = _configs(root).get(name)
         if _initializer(layer) == "reset_lora_parameters":
-            made.reset_lora_parameters(name, getattr(config, "init_lora_weights", True))
+            adapter_layer.reset_lora_parameters(name, getattr(config, "init_lora_weights", True))
         else:
-            made.reset_ia3_parameters(name)
+            adapter_layer.reset_ia3_parameters(name)
 
 
 def names_of_adapters(root: nn.Module, adapters: Sequence[tuple[nn.Module, str]]) -> set[str]:

@@ -43,7 +43,7 @@ def describe_tensors(
         message["shape_of"] = [shapes.number(tuple(tensor.stored.shape)) for tensor in local.values()]
         message["shapes"] = shapes.values
         names = {name: all_names(on_mesh, tensor) for name, tensor in local.items()}
-        message["aliases"] = {name: aliases for name, aliases in names.items() if aliases != [name]}
+        message["aliases"] = {name: fqns for name, fqns in names.items() if fqns != [name]}
         message["buffers"] = [name for name in local if name not in parameters]
     return message
 

@@ -51,8 +51,8 @@ def _is_carried(generation: Any, config: Any, carry: str | os.PathLike | None) -
     any model."""
     if carry is None or not (Path(carry) / _GENERATION).is_file():
         return False
-    made = type(generation)
-    return generation in (made.from_model_config(config), made.from_pretrained(carry))
+    cls = type(generation)
+    return generation in (cls.from_model_config(config), cls.from_pretrained(carry))
 
 
 def _write_generation(generation: Any, folder: Path) -> None:

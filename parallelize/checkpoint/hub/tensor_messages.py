@@ -6,7 +6,7 @@ anything more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -137,14 +137,14 @@ class HubTensors:
         self, module: Any, model: list[ModelTensor], by_rank: Sequence[Owned], dtype: str | None, names: str = "hf"
     ):
         self._dtype_code = dtype
-        self._owners: dict[str, list[tuple[int, int, Box]]] = {}
+        self._boxes: dict[str, list[tuple[int, int, Box]]] = {}
         dtypes: dict[str, str] = {}
         for rank, owned in enumerate(by_rank):
             for name, (code, boxes) in owned.items():
                 dtypes.setdefault(name, code)
-                owners = self._owners.setdefault(name, [])
-                owners += [(rank, number, box) for number, box in enumerate(boxes)]
-        saved = stock_parts_to_save(module, model) if names == "hf" else _own_parts(model, self._owners)
+                boxes_of_ranks = self._boxes.setdefault(name, [])
+                boxes_of_ranks += [(rank, number, box) for number, box in enumerate(boxes)]
+        saved = stock_parts_to_save(module, model) if names == "hf" else _own_parts(model, self._boxes)
         self.by_name = {
             name: HubTensor(name, self._dtype(dtypes[parts[0].source]), shape, parts)
             for name, (shape, parts) in saved.items()
@@ -158,16 +158,16 @@ class HubTensors:
         messages = []
         for part in tensor.parts:
             box = part.source_box(part.target)
-            for rank, number, owned in self._owners[part.source]:
+            for rank, number, owned in self._boxes[part.source]:
                 shared = intersection(box, owned)
                 if shared is not None:
                     messages.append(TensorMessage(rank, part.source, number, shared, part))
         return messages
 
 
-def _own_parts(model: Sequence[ModelTensor], owners: Mapping[str, Any]) -> dict[str, tuple[Any, tuple[Part, ...]]]:
+def _own_parts(model: Sequence[ModelTensor], names: Container[str]) -> dict[str, tuple[Any, tuple[Part, ...]]]:
     """Each tensor of the model, under its first name."""
-    return {t.name: (tuple(t.shape), (full_part(t.name, t.shape),)) for t in model if t.name in owners}
+    return {t.name: (tuple(t.shape), (full_part(t.name, t.shape),)) for t in model if t.name in names}
 
 
 def dtype_code(dtype: torch.dtype | None) -> str | None:

@@ -65,7 +65,7 @@ def _traced(shape: Sequence[int], parts: tuple[Part, ...] | None, sources: Itera
     return tensor
 
 
-def _from_parts(shape: Sequence[int], parts: Iterable[Part]) -> Traced:
+def _traced_from_parts(shape: Sequence[int], parts: Iterable[Part]) -> Traced:
     parts = tuple(parts)
     return _traced(shape, parts, (part.source for part in parts))
 
@@ -102,7 +102,7 @@ def _dim(x: torch.Tensor, dim: int) -> int:
 
 def _same(x: Traced, **_: Any) -> Traced:
     """The same elements as a new tensor. PyTorch refuses a view op that returns its input."""
-    return _from_parts(x.shape, x.parts or ())
+    return _traced_from_parts(x.shape, x.parts or ())
 
 
 def _view(x: Traced, shape: Sequence[int]) -> Traced | None:
@@ -121,7 +121,7 @@ def _take(x: Traced, dim: int, start: int, stop: int) -> Traced:
         pairs = zip(part.source_start, part.dims, strict=True)
         begin = tuple(at + (first - low if part_dim == dim else 0) for at, part_dim in pairs)
         parts.append(replace(part, target=target, source_start=begin))
-    return _from_parts((*x.shape[:dim], stop - start, *x.shape[dim + 1 :]), parts)
+    return _traced_from_parts((*x.shape[:dim], stop - start, *x.shape[dim + 1 :]), parts)
 
 
 def _drop(x: Traced, dim: int) -> Traced:
@@ -130,7 +130,7 @@ def _drop(x: Traced, dim: int) -> Traced:
     def target_dim(dim_before: int | None) -> int | None:
         return None if dim_before is None or dim_before == dim else dim_before - (dim_before > dim)
 
-    return _from_parts(
+    return _traced_from_parts(
         (*x.shape[:dim], *x.shape[dim + 1 :]),
         (
             replace(part, target=(*part.target[:dim], *part.target[dim + 1 :]), dims=tuple(map(target_dim, part.dims)))
@@ -145,7 +145,7 @@ def _unsqueeze(x: Traced, dim: int) -> Traced:
     def target_dim(dim_before: int | None) -> int | None:
         return dim_before if dim_before is None else dim_before + (dim_before >= dim)
 
-    return _from_parts(
+    return _traced_from_parts(
         (*x.shape[:dim], 1, *x.shape[dim:]),
         (
             replace(
@@ -163,7 +163,7 @@ def _permute(x: Traced, dims: Sequence[int]) -> Traced:
     def target_dim(dim_before: int | None) -> int | None:
         return None if dim_before is None else new_dim[dim_before]
 
-    return _from_parts(
+    return _traced_from_parts(
         [x.shape[dim] for dim in dims],
         (
             replace(part, target=tuple(part.target[dim] for dim in dims), dims=tuple(map(target_dim, part.dims)))
@@ -192,7 +192,7 @@ def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced | None:
             target = (*part.target[:dim], (low + end, high + end), *part.target[dim + 1 :])
             parts.append(replace(part, target=target))
         end += x.shape[dim]
-    return _from_parts((*first.shape[:dim], end, *first.shape[dim + 1 :]), parts)
+    return _traced_from_parts((*first.shape[:dim], end, *first.shape[dim + 1 :]), parts)
 
 
 def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced | None:

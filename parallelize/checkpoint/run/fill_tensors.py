@@ -153,7 +153,7 @@ def prepare_jobs(
     files: Files, jobs: Sequence[ReadJob], check: bool = True, progress: Callable[[int], None] | None = None
 ) -> None:
     """Read tensors that are not in use yet, and compare the hashes of the others. No tensor in use is changed."""
-    for job in _in_order(files, jobs):
+    for job in _jobs_in_file_order(files, jobs):
         if job.hidden:
             files[job.file].read(job.key, job.box, job.out, check, wait=False)
         elif check:
@@ -165,13 +165,13 @@ def prepare_jobs(
 
 def fill_jobs(files: Files, jobs: Sequence[ReadJob]) -> None:
     """Read tensors that are in use, after `prepare_jobs` has succeeded on every rank."""
-    for job in _in_order(files, jobs):
+    for job in _jobs_in_file_order(files, jobs):
         if not job.hidden:
             files[job.file].read(job.key, job.box, job.out, check=False, wait=False)
     files.finish()
 
 
-def _in_order(files: Files, jobs: Sequence[ReadJob]) -> list[ReadJob]:
+def _jobs_in_file_order(files: Files, jobs: Sequence[ReadJob]) -> list[ReadJob]:
     """The jobs of files that this rank sees, in the order of the files."""
     visible = [job for job in jobs if job.file not in files.absent]
     return sorted(visible, key=lambda job: (job.file, job.start, job.box))

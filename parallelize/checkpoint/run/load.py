@@ -238,8 +238,8 @@ def _fqn(name: str) -> str:
     return name.removeprefix("model/")
 
 
-def _unmatched(slug: str, what: str, name: str, others: Iterable[str], where: str) -> Problem:
-    similar = near(_fqn(name), [_fqn(other) for other in others])
+def _unmatched(slug: str, what: str, name: str, known_names: Iterable[str], where: str) -> Problem:
+    similar = near(_fqn(name), [_fqn(other) for other in known_names])
     fix = "load it into the model that was saved"
     if similar:
         fix = "did you mean " + " or ".join(f"`{other}`" for other in similar) + "?"

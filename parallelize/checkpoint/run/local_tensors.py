@@ -157,7 +157,7 @@ class ModelOnMesh:
 
     def canonical(self, name: str) -> str:
         """A parameter's first name in the full model."""
-        return self.cut.facts.owners.get(name, name) if self.cut is not None else name
+        return self.cut.facts.parameter_fqns.get(name, name) if self.cut is not None else name
 
     def writes(self, name: str) -> bool:
         """Whether this rank's pipeline stages are the ones that write this parameter or buffer."""

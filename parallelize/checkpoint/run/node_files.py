@@ -56,7 +56,8 @@ class NodeFiles:
         present = [(folder / name).is_file() for name in names]
         bits = [int(text, 16) for text in sync.all_gather(_packed(present))]
         seen_by = {
-            name: [rank for rank, seen in enumerate(bits) if seen >> number & 1] for number, name in enumerate(names)
+            name: [rank for rank, visible in enumerate(bits) if visible >> number & 1]
+            for number, name in enumerate(names)
         }
         check_files(self.manifest, {name for name, ranks in seen_by.items() if ranks}, str(folder), _FIX)
         # the files of a node are divided among its ranks
@@ -86,7 +87,7 @@ class NodeFiles:
         transfer.run()
 
     def _state_jobs(self, run: Run) -> list[ReadJob]:
-        """Reads of the tensors of which a part is on another node."""
+        """Reads of tensors that are partly on another node."""
         files, jobs = self.files, list[ReadJob]()
         for name in sorted(set(needed_state(self.manifest, run, self.sync.rank))):
             saved = self.manifest.tensors.get(name)
@@ -250,12 +251,12 @@ def find_nodes(root: Path, sync: RankSync) -> Nodes:
         error = caught
     try:
         probes = sync.agree(error, probe)
-        seen = [rank for rank, name in enumerate(probes) if (root / name).is_file()]
-        views = sync.all_gather([seen, socket.gethostname()])  # no rank removes its probe before all have looked
+        visible = [rank for rank, name in enumerate(probes) if (root / name).is_file()]
+        views = sync.all_gather([visible, socket.gethostname()])  # no rank removes its probe before all have looked
     finally:
         with contextlib.suppress(OSError):
             disk.remove_file(root / probe)
-    ranks = grouped([seen for seen, _ in views], root)
+    ranks = grouped([visible for visible, _ in views], root)
     return Nodes(ranks, tuple(views[group[0]][1] for group in ranks), sync.rank)
 
 
@@ -264,12 +265,16 @@ def grouped(views: Sequence[Sequence[int]], root: Path) -> tuple[tuple[int, ...]
 
     Raises: CheckpointError `folders-differ` if ranks do not see each other's files mutually.
     """
-    odd = [rank for rank, seen in enumerate(views) if rank not in seen or any(views[other] != seen for other in seen)]
+    odd = [
+        rank
+        for rank, visible in enumerate(views)
+        if rank not in visible or any(views[other] != visible for other in visible)
+    ]
     if odd:
         what = f"ranks {odd[:12]} see the files of some ranks that do not see theirs"
         fix = "use file systems that show a new file to all their ranks at once, and one run at a time in a folder"
         raise CheckpointError(Problem("folders-differ", what, str(root), fix=fix))
-    return tuple(tuple(seen) for rank, seen in enumerate(views) if seen[0] == rank)
+    return tuple(tuple(visible) for rank, visible in enumerate(views) if visible[0] == rank)
 
 
 def own_error(work: Callable[[], Any]) -> ParallelizeError | None:

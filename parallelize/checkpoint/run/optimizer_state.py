@@ -89,7 +89,8 @@ def collect(
         _check_values(values, name, local, optimizer)
         if local.owner and on_mesh.is_first:
             encoded = {
-                key: encode(_on_cpu(value), f"{optimizer_name}.{name}.{key}", sink) for key, value in values.items()
+                key: encode(_copy_to_cpu(value), f"{optimizer_name}.{name}.{key}", sink)
+                for key, value in values.items()
             }
             on_device = [key for key, value in values.items() if isinstance(value, T) and value.device.type != "cpu"]
             states[name] = {"tensors": list(moments), "values": encoded, "on_device": on_device}
@@ -110,10 +111,10 @@ def _check_keys(state: dict[Any, Any], name: str) -> None:
 
 def _options(group: dict[str, Any], index: int, sink: TensorSink) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return {key: encode(_on_cpu(value), f"optimizer.group {index}.{key}", sink) for key, value in options.items()}
+    return {key: encode(_copy_to_cpu(value), f"optimizer.group {index}.{key}", sink) for key, value in options.items()}
 
 
-def _on_cpu(value: Any) -> Any:
+def _copy_to_cpu(value: Any) -> Any:
     return to_local(value).detach().cpu() if isinstance(value, T) else value
 
 
@@ -296,8 +297,8 @@ def _refuse_divided(optimizer: Optimizer, saved_groups: dict[int, set[int]]) -> 
         for index in saved:
             groups_of.setdefault(index, []).append(number)
     for index, numbers in groups_of.items():
-        first, *others = [optimizer.param_groups[number] for number in numbers]
-        for number, group in zip(numbers[1:], others, strict=True):
+        first, *other_groups = [optimizer.param_groups[number] for number in numbers]
+        for number, group in zip(numbers[1:], other_groups, strict=True):
             differing = [
                 key for key in first if key not in (*OWN_OPTIONS, "params") and _differ(first[key], group.get(key))
             ]

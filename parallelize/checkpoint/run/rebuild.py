@@ -68,7 +68,7 @@ def rebuild(
     """
     module, on_mesh = model_on_mesh(model, mesh)
     path, state = _saved_state(folder, step, on_mesh, shared)
-    with _as_described("optimizers and schedulers"):
+    with _errors_of_manifest("optimizers and schedulers"):
         saved_schedulers = dict(state.get("schedulers") or {})
         scheduled = dict(state.get("scheduled") or {})
         for described in saved_schedulers.values():
@@ -76,7 +76,7 @@ def rebuild(
         saved_optimizers = dict(state.get("optimizers") or {})
     optimizers = {}
     for name, described in saved_optimizers.items():
-        with _as_described(f"optimizer {name}"):
+        with _errors_of_manifest(f"optimizer {name}"):
             optimizers[name] = _optimizer(module, on_mesh, described)
     loaded_step = load_checkpoint(path, model, optimizer=optimizers, mesh=mesh, shared=shared)
     schedulers = {}
@@ -90,7 +90,7 @@ def rebuild(
 
 
 @contextmanager
-def _as_described(what: str) -> Iterator[None]:
+def _errors_of_manifest(what: str) -> Iterator[None]:
     """Around what is made as a manifest says, which anybody may have edited. Raises: CheckpointError `bad-value`."""
     try:
         yield

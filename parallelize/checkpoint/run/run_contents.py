@@ -61,8 +61,8 @@ def run_of(
     return Run(
         bare(module),
         pipeline,
-        _by_name(optimizer, "optimizer"),
-        _by_name(scheduler, "scheduler"),
+        _named(optimizer, "optimizer"),
+        _named(scheduler, "scheduler"),
         streams,
         data,
         dict(user or {}),
@@ -70,7 +70,7 @@ def run_of(
     )
 
 
-def _by_name(value: Any, default_name: str) -> dict[str, Any]:
+def _named(value: Any, default_name: str) -> dict[str, Any]:
     """Optimizers or schedulers by name. The names begin the names of tensors, and must not be those of other
     tensors."""
     if value is None:

@@ -72,14 +72,14 @@ def decoded_generators(
 
 
 def collect_streams(on_mesh: ModelOnMesh, streams: Streams | None, sink: TensorSink) -> dict[str, Any]:
-    """The streams of which this rank is the first at its coordinates."""
+    """The streams that this rank writes: it is the first with its coordinates."""
     if streams is None:
         return {}
     state = streams.state_dict()
     encoded = {}
     for name, stream in state["states"].items():
-        others = [index for axis, index in on_mesh.coordinates.items() if axis not in state["over"][name]]
-        if not any(others):
+        other_coordinates = [index for axis, index in on_mesh.coordinates.items() if axis not in state["over"][name]]
+        if not any(other_coordinates):
             coordinates = [int(index) for index in state["places"][name]]
             key = write_json([name, coordinates]).decode()
             encoded[key] = encode(stream, f"streams.{name}.{coordinates}", sink)
@@ -113,8 +113,8 @@ def collect_data(on_mesh: ModelOnMesh, data: Any, sink: TensorSink) -> dict[str,
         return {}
     state = data.state_dict()
     data_index, _ = _sample_rank(on_mesh)
-    others = [index for axis, index in on_mesh.coordinates.items() if axis not in SAMPLE_AXES]
-    return {} if any(others) else {str(data_index): encode(state, f"data.{data_index}", sink)}
+    other_coordinates = [index for axis, index in on_mesh.coordinates.items() if axis not in SAMPLE_AXES]
+    return {} if any(other_coordinates) else {str(data_index): encode(state, f"data.{data_index}", sink)}
 
 
 def decoded_data(
@@ -133,7 +133,7 @@ def decoded_data(
         now.
     """
     data_index, count = _sample_rank(on_mesh)
-    states = _of_data_ranks(saved, dict(saved_mesh or ()))
+    states = _states_of_data_ranks(saved, dict(saved_mesh or ()))
     if hasattr(data, "merge_states"):
         return data.merge_states([decode(state, tensors, "data") for state in states])
     if count != len(states) and any(state != states[0] for state in states):
@@ -146,7 +146,7 @@ def decoded_data(
     return decode(states[data_index if count == len(states) else 0], tensors, "data")
 
 
-def _of_data_ranks(saved: dict[str, Any], sizes: dict[str, int]) -> list[Any]:
+def _states_of_data_ranks(saved: dict[str, Any], sizes: dict[str, int]) -> list[Any]:
     """One saved state of each data rank. Earlier versions saved one of each rank along cp too, which changes
     fastest."""
     states = [saved[index] for index in sorted(saved, key=int)]

@@ -207,7 +207,7 @@ def _merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 _BY_RANK = ("optimizers", "generators", "streams", "data")
-"""Keys of the state of which each rank has a part."""
+"""Keys of the state that are different on each rank."""
 
 
 # -- save time -------------------------------------------------------------------------------------------------------
@@ -247,11 +247,11 @@ def state_bytes(run: Run) -> int:
     """Bytes of the model and its optimizers on this rank, where states that are not made yet count as those of Adam."""
     total = local_bytes(run.module.parameters())
     for optimizer in run.optimizers.values():
-        made = local_bytes(
+        stored = local_bytes(
             value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
         )
         stepped = local_bytes(parameter for group in optimizer.param_groups for parameter in group["params"])
-        total += made or _STATES * stepped
+        total += stored or _STATES * stepped
     return total
 
 

@@ -273,7 +273,7 @@ def _tp_layout(saved: SavedTensor, tp: int | None) -> Layout | None:
         return None
 
 
-def owners(
+def written_boxes(
     name: str, shape: tuple[int, ...], item_bytes: int, sharding: TargetSharding, mesh: MeshSpec
 ) -> Iterator[tuple[int, Box]]:
     """(rank, box) of all boxes of a tensor that are written: each element once."""
@@ -369,7 +369,7 @@ def _add_slices(tensor: NewTensor, mesh: MeshSpec, by_rank: dict[int, list[Tenso
     """Add the slices of a tensor to the files of the ranks. Returns its entry in the manifest."""
     saved, slices = tensor.saved, []
     num_slices: dict[int, int] = {}
-    for rank, box in owners(saved.name, saved.shape, SIZES[saved.dtype], tensor.sharding, mesh):
+    for rank, box in written_boxes(saved.name, saved.shape, SIZES[saved.dtype], tensor.sharding, mesh):
         number = num_slices.get(rank, 0)
         num_slices[rank] = number + 1
         key = saved.name if number == 0 else f"{saved.name}@{number}"

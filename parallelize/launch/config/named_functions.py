@@ -142,17 +142,17 @@ def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
                 yield from ast.walk(item)
 
 
-def _wrong_arguments(function: ast.FunctionDef, given: Mapping[str, Any]) -> WrongName | None:
+def _wrong_arguments(function: ast.FunctionDef, arguments: Mapping[str, Any]) -> WrongName | None:
     takes = function.args
     named = [argument.arg for argument in (*takes.args, *takes.kwonlyargs)]
-    unknown = [name for name in given if name not in named]
+    unknown = [name for name in arguments if name not in named]
     if unknown and takes.kwarg is None:
         fix = did_you_mean(unknown[0], named) if named else "it takes none"
         return WrongName(f"{function.name} takes no argument {unknown[0]!r}", fix, unknown[0])
     positional = [argument.arg for argument in (*takes.posonlyargs, *takes.args)]
     needed = positional[: len(positional) - len(takes.defaults)]
     needed += [item.arg for item, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is None]
-    missing = [name for name in needed if name not in given or name not in named]
+    missing = [name for name in needed if name not in arguments or name not in named]
     if missing:
         return WrongName(f"{function.name} needs the argument {missing[0]!r}", f"give it: {{{missing[0]}: ...}}", "")
     return None

@@ -39,7 +39,7 @@ class AnomalyWatch:
     """
 
     section: AnomalySection
-    seen: int = 0
+    num_anomalies: int = 0
     _window: deque[float] = field(default_factory=deque)
 
     def judge(self, step: int, loss: float, grad_norm: float) -> Anomaly | None:
@@ -50,7 +50,7 @@ class AnomalyWatch:
             if len(self._window) > self.section.window:
                 self._window.popleft()
         if anomaly is not None:
-            self.seen += 1
+            self.num_anomalies += 1
         return anomaly
 
     def _judge(self, step: int, loss: float, grad_norm: float) -> Anomaly | None:
@@ -71,17 +71,17 @@ class AnomalyWatch:
 
     @property
     def too_many(self) -> bool:
-        return self.seen >= self.section.most
+        return self.num_anomalies >= self.section.most
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen, "window": list(self._window)}
+        return {"seen": self.num_anomalies, "window": list(self._window)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """After going back to a checkpoint the number of anomalies is that of the process, not the saved one.
 
         The window has the file's length, which may be less than the saved one.
         """
-        self.seen = max(self.seen, int(state["seen"]))
+        self.num_anomalies = max(self.num_anomalies, int(state["seen"]))
         self._window = deque(state["window"][-self.section.window :])
 
 

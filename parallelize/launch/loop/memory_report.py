@@ -23,11 +23,11 @@ MOST = 20
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is that of an allocator; of a pipeline, that of the stage that failed."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, (torch.OutOfMemoryError, MemoryError)) or any(text in str(seen) for text in _OF_CPU):
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)) or any(text in str(cause) for text in _OF_CPU):
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 

@@ -61,11 +61,11 @@ class _Groups(TorchDispatchMode):
     def __init__(self, axes: dict[str, str]):
         super().__init__()
         self.axes = axes
-        self.seen: list[tuple[str, str]] = []
+        self.collectives: list[tuple[str, str]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
-            self.seen.append((func.name(), self._axis(args, kwargs or {})))
+            self.collectives.append((func.name(), self._axis(args, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
     def _axis(self, args: Any, kwargs: Any) -> str:
@@ -110,7 +110,7 @@ def profiled(module: nn.Module, mesh: DeviceMesh) -> Iterator[ProfiledStep]:
         began = time.thread_time()
         yield result
         result.busy_s = time.thread_time() - began
-    _fill(result, list(profiler.events() or []), groups.seen)
+    _fill(result, list(profiler.events() or []), groups.collectives)
 
 
 @contextmanager

@@ -87,19 +87,19 @@ def record_of(config: RunConfig) -> dict[str, Any]:
         "quantize": str(block_format(section.quantize)) if section.quantize else "",
         "lora": _adapters(section),
     }
-    return record | (_of_function(section) if _is_function(section) else {})
+    return record | (_function_as_data(section) if _is_function(section) else {})
 
 
 def _is_function(section: ModelSection) -> bool:
     return ":" in section.name and not Path(section.name).exists()
 
 
-def _of_function(section: ModelSection) -> dict[str, Any]:
+def _function_as_data(section: ModelSection) -> dict[str, Any]:
     return {"name": section.name, "set": _plain(section.set)}
 
 
 def _weight_files(path: Path) -> list[list[Any]]:
-    """[name, size] of the files with weights, by which a folder is known wherever it is."""
+    """[name, size] of the files with weights: these identify a folder wherever it is."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return [[file.name, file.stat().st_size] for file in files if file.suffix in (".safetensors", ".bin")]
 
@@ -124,20 +124,20 @@ def differences_of(
     """The compared keys that say something else than the saved run. What an older checkpoint does not say is not
     compared."""
     record = manifest.about.get(RECORD)
-    differences = list(_of_record(config.model, record_of(config), record if isinstance(record, dict) else {}))
+    differences = list(_changes_of_record(config.model, record_of(config), record if isinstance(record, dict) else {}))
     if not any(each.key == "model.lora" for each in differences):
-        differences += _of_model(config.model, manifest.about.get("model"), model_metadata(parallel.module))
-    return [*differences, *_of_optimizer(config, manifest, optimizer)]
+        differences += _changes_of_model(config.model, manifest.about.get("model"), model_metadata(parallel.module))
+    return [*differences, *_changes_of_optimizer(config, manifest, optimizer)]
 
 
-def _of_record(section: ModelSection, now: dict[str, Any], saved: dict[str, Any]) -> Iterator[ChangedKey]:
+def _changes_of_record(section: ModelSection, now: dict[str, Any], saved: dict[str, Any]) -> Iterator[ChangedKey]:
     same_files = now["weights"] is not None and now["weights"] == saved.get("weights")
     if "initialize" in saved and saved["initialize"] != now["initialize"] and not same_files:
         yield ChangedKey("model.initialize", now["initialize"], saved["initialize"])
     if "quantize" in saved and saved["quantize"] != now["quantize"]:
         yield ChangedKey("model.quantize", section.quantize, saved["quantize"])
     if "lora" in saved:
-        yield from _of_adapters(now["lora"], saved["lora"])
+        yield from _changes_of_adapters(now["lora"], saved["lora"])
     if "name" in saved and saved["name"] != section.name:
         yield ChangedKey("model.name", section.name, saved["name"])
     elif isinstance(saved.get("set"), dict) and "set" in now:
@@ -147,7 +147,7 @@ def _of_record(section: ModelSection, now: dict[str, Any], saved: dict[str, Any]
                 yield ChangedKey(f"model.set.{name}", now["set"].get(name), saved["set"].get(name))
 
 
-def _of_adapters(now: Any, saved: Any) -> Iterator[ChangedKey]:
+def _changes_of_adapters(now: Any, saved: Any) -> Iterator[ChangedKey]:
     if isinstance(now, dict) and isinstance(saved, dict):
         for name, value, other in _unequal(now, saved):
             yield ChangedKey(f"model.lora.{name}", value, other)
@@ -155,7 +155,7 @@ def _of_adapters(now: Any, saved: Any) -> Iterator[ChangedKey]:
         yield ChangedKey("model.lora", "set" if now else "not set", "set" if saved else "not set")
 
 
-def _of_model(section: ModelSection, saved: Any, now: dict[str, Any]) -> Iterator[ChangedKey]:
+def _changes_of_model(section: ModelSection, saved: Any, now: dict[str, Any]) -> Iterator[ChangedKey]:
     """Of class and config, which every checkpoint has."""
     if not isinstance(saved, dict):
         return
@@ -187,7 +187,7 @@ def _unequal(now: Mapping[str, Any], saved: Mapping[str, Any], path: str = "") -
             yield f"{path}{name}", now[name], saved[name]
 
 
-def _of_optimizer(config: RunConfig, manifest: Manifest, optimizer: Optimizer) -> Iterator[ChangedKey]:
+def _changes_of_optimizer(config: RunConfig, manifest: Manifest, optimizer: Optimizer) -> Iterator[ChangedKey]:
     described = (manifest.state.get("optimizers") or {}).get("optimizer") or {}
     saved = (described.get("class") or {}).get("name")
     if saved is not None and saved != type(optimizer).__qualname__:

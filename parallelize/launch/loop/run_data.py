@@ -126,12 +126,12 @@ def _rows(config: RunConfig, agree: token_files.Agree) -> Any:
     elif section.text and not section.tokenizer:
         tokens = token_files.bytes_of_files(section.text)
     else:
-        tokens = _from_cache(config, agree)
+        tokens = _tokens_from_cache(config, agree)
     ids, starts = tokens
     return PackedRows(ids, section.sequence, starts=starts)
 
 
-def _from_cache(config: RunConfig, agree: token_files.Agree) -> token_files.Tokens:
+def _tokens_from_cache(config: RunConfig, agree: token_files.Agree) -> token_files.Tokens:
     section = config.data
     paths = [*section.text, *section.jsonl]
     folder = Path(section.cache or os.path.join(config.checkpoints.folder or ".", "tokens"))

@@ -130,7 +130,11 @@ class TrainLoop:
         self.tell(f"{anomaly.what}: {named} ({anomaly.action})")
         if anomaly.action == "stop" or self.anomalies.too_many:
             fix = "anomalies: {nonfinite: skip} leaves such steps out, `rewind` goes back to the last checkpoint"
-            what = anomaly.what if anomaly.action == "stop" else f"{anomaly.what}; it is number {self.anomalies.seen}"
+            what = (
+                anomaly.what
+                if anomaly.action == "stop"
+                else f"{anomaly.what}; it is number {self.anomalies.num_anomalies}"
+            )
             slug = "nonfinite-step" if anomaly.kind == "nonfinite" else "loss-spike"
             raise GradientError(Problem(slug, what, rows=(("source", named),), fix=fix))
         if anomaly.action != "rewind" or self.checkpoints is None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.adapters.lora import lora_config_class, with_adapters
 from parallelize.base.errors import LaunchError, Problem
 from parallelize.checkpoint.hub.pretrained import load_pretrained
 from parallelize.launch.config.run_config import ModelSection, RunConfig
@@ -31,33 +32,27 @@ def source_of_run(section: ModelSection) -> ModelSource:
     def make(config: Any) -> nn.Module:
         model = source.make(config)
         model = quantize(model, form) if form is not None else model
-        return model if adapters is None else _adapted(model, adapters)
+        return model if adapters is None else with_adapters(model, adapters)
 
     return replace(source, make=make)
 
 
 def adapters_of(section: ModelSection) -> Any:
-    """The `LoraConfig` of PEFT that a file describes, or None. Raises: LaunchError `no-peft`, `bad-adapters`."""
+    """The config of the adapters that a file describes, or None. Raises: LaunchError `no-peft`, `bad-adapters`."""
     if not section.lora:
         return None
     try:
-        from peft import LoraConfig
+        config_class = lora_config_class()
     except ImportError:
         what = "model.lora asks for adapters of PEFT, which is not installed"
         raise LaunchError(Problem("no-peft", what, fix="pip install peft")) from None
     try:
-        return LoraConfig(**section.lora)
+        return config_class(**section.lora)
     except (TypeError, ValueError) as error:
         what = f"PEFT's LoraConfig refuses model.lora: {str(error).splitlines()[0][:200]}"
         raise LaunchError(
             Problem("bad-adapters", what, fix="model: {lora: {r: 16, target_modules: all-linear}}")
         ) from error
-
-
-def _adapted(model: nn.Module, adapters: Any) -> nn.Module:
-    from peft import get_peft_model
-
-    return get_peft_model(model, adapters)
 
 
 def prepared_base(module: nn.Module, config: RunConfig, mesh: DeviceMesh, device: str) -> tuple[nn.Module, Any]:
@@ -74,4 +69,4 @@ def prepared_base(module: nn.Module, config: RunConfig, mesh: DeviceMesh, device
         return module, section.initialize
     load_pretrained(module, str(section.initialize), mesh=mesh, device=device)
     torch.manual_seed(config.seed)  # adapters are the same on every rank
-    return _adapted(module, adapters).train(), None
+    return with_adapters(module, adapters).train(), None

@@ -90,10 +90,10 @@ def _collect(store: Any, ranks: int, host_of: Callable[[int], str], limit_s: flo
     return facts, [_missing(missing, facts, host_of, limit_s)] if missing else differences(facts)
 
 
-def _wait_for_readers(store: Any, others: int) -> None:
+def _wait_for_readers(store: Any, num_readers: int) -> None:
     """Live until the other ranks have read what is wrong, or for a while: this process may have the store."""
     deadline = time.monotonic() + _READ_S
-    while store.add("read", 0) < others and time.monotonic() < deadline:
+    while store.add("read", 0) < num_readers and time.monotonic() < deadline:
         time.sleep(_EVERY_S)
 
 

@@ -68,7 +68,7 @@ def backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool, scale: flo
 
 
 def _prefers_cudnn(q: T, k: T, v: T, causal: bool) -> bool:
-    """Whether these are tensors for which cuDNN's kernels are known to be right, and faster."""
+    """Whether cuDNN's kernels are known to be right for these tensors, and faster."""
     if _CUDNN is None or q.shape[-1] > _CUDNN_WIDTH or q.shape[2] % _CUDNN_TILE or k.shape[2] % _CUDNN_TILE:
         return False
     if torch.cuda.get_device_capability(q.device)[0] != _HOPPER or (torch.backends.cudnn.version() or 0) <= _OLD_CUDNN:

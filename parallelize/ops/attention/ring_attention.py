@@ -101,7 +101,7 @@ class _RingAttention(Function):
         grads = torch.ops.parallelize.ring_attention_backward(grad, q, k, v, documents, out, lse, *ctx.options)
         of_sinks = None
         if sinks is not None:  # the score's gradient is p (grad value - delta), as of every key, and this value is zero
-            weights = (_of_heads(sinks, lse) - lse).exp_()
+            weights = (_sinks_by_head(sinks, lse) - lse).exp_()
             of_sinks = (weights * (grad * out).sum(-1, dtype=lse.dtype)).sum((0, 2)).neg_().to(sinks.dtype)
         return (*grads, of_sinks, None, None, None, None, None)
 
@@ -111,11 +111,11 @@ def with_sinks(out: T, lse: T, sinks: T) -> tuple[T, T]:
 
     Shapes: out [B, H, s, E], lse [B, H, s], sinks [H]. Backward from the results is that of attention without it.
     """
-    total = torch.logaddexp(lse, _of_heads(sinks, lse))
+    total = torch.logaddexp(lse, _sinks_by_head(sinks, lse))
     return out * (lse - total).exp_().to(out.dtype).unsqueeze(-1), total
 
 
-def _of_heads(sinks: T, lse: T) -> T:
+def _sinks_by_head(sinks: T, lse: T) -> T:
     return sinks.to(lse.dtype).view(1, -1, 1)
 
 

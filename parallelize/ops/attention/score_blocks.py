@@ -251,7 +251,7 @@ class _Tile:
             scores = capped.mul_(self.scoring.softcap)
         if block.hidden is not None:
             grouped = scores.view(len(scores), self.group, -1, scores.shape[2])
-            grouped.masked_fill_(self._of_heads(block.hidden, part.heads), -torch.inf)
+            grouped.masked_fill_(self._mask_of_heads(block.hidden, part.heads), -torch.inf)
         return scores, slope
 
     def keep(self, part: _RowPart, block: _KeyBlock) -> T | None:
@@ -296,7 +296,7 @@ class _Tile:
         elif not block.hidden.all():
             yield block if block.hidden.any() else block._replace(hidden=None)
 
-    def _of_heads(self, hidden: T, heads: slice) -> T:
+    def _mask_of_heads(self, hidden: T, heads: slice) -> T:
         """The mask of some heads, to be broadcast: [heads or 1, 1, rows, keys]."""
         if len(hidden) == 1:
             return hidden

@@ -37,13 +37,13 @@ def attend_to_shards(q: T, k: T, v: T, group: Group, scoring: kernels.Scoring, s
     batch, heads, num_queries, _ = q.shape
     key_heads = k.shape[1]
     rows = q.reshape(batch, key_heads, -1, q.shape[3])  # the queries that share a key head are rows of one matmul
-    out, lse = _local(rows, k, v, _of_rows(scoring, num_queries))
+    out, lse = _local(rows, k, v, _scoring_of_rows(scoring, num_queries))
     of_rows = None if sinks is None else sinks.to(lse.dtype).repeat_interleave(num_queries).view(1, key_heads, -1)
     combined = _combined(group.all_gather(_packed(out, lse)), out.dtype, lse.dtype, of_rows)
     return combined.to(q.dtype).view(batch, heads, num_queries, v.shape[3])
 
 
-def _of_rows(scoring: kernels.Scoring, num_queries: int) -> kernels.Scoring:
+def _scoring_of_rows(scoring: kernels.Scoring, num_queries: int) -> kernels.Scoring:
     """The scoring of rows: row r is a head's query r mod m."""
     mask = scoring.mask
     if mask is None:

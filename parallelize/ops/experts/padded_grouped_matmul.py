@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 T = torch.Tensor
 ALIGNMENT = 16
-"""Bytes of which the rows of the op's matrices are a multiple."""
+"""The rows of the op's matrices have a multiple of so many bytes."""
 _NAMES = ("grouped_mm", "_grouped_mm")
 """Of the op: in `torch.nn.functional`, and in `torch`."""
 

@@ -72,9 +72,9 @@ def routes_of(
         chunks = [_assumed_chunk(choices[a:b], a, num_local, (ep, etp)) for a, b in intervals]
         return Routes(choices, tuple(chunks), experts)
     wrong = (choices < 0) | (choices >= num_experts)
-    owners = _owners(choices, num_experts, ep)
+    expert_ranks = _expert_ranks(choices, num_experts, ep)
     counts = torch.zeros(len(choices), ep, dtype=torch.int64, device=choices.device)
-    counts.scatter_add_(1, owners, torch.ones_like(owners))
+    counts.scatter_add_(1, expert_ranks, torch.ones_like(expert_ranks))
     counts = counts.repeat(1, etp)  # choices by destination
     goes = counts > 0
     sums = [part for a, b in intervals for part in (goes[a:b].sum(0), counts[a:b].sum(0))]
@@ -94,7 +94,7 @@ def routes_of(
     return Routes(choices, tuple(chunks), experts)
 
 
-def _owners(choices: T, num_experts: int, num_ranks: int) -> T:
+def _expert_ranks(choices: T, num_experts: int, num_ranks: int) -> T:
     """The rank of each expert, of ranks with balanced numbers of them."""
     return (((choices + 1) * num_ranks - 1) // num_experts).clamp(0, num_ranks - 1)
 

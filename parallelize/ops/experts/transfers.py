@@ -161,7 +161,7 @@ def _started(start: Any, x: T, chunk: TokenChunk) -> RowsInFlight:
 
 
 def _waited(exchanges: list[RowsInFlight | None], n: int) -> T:
-    """The result of a message, of which the transfers then drop it."""
+    """The result of a message, which the transfers then forget."""
     exchange, exchanges[n] = exchanges[n], None
     assert exchange is not None
     return exchange.wait()

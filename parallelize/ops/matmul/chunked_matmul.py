@@ -328,20 +328,20 @@ def _split_evenly(works: Sequence[Thunk], number: int) -> Iterator[Sequence[Thun
         yield works[len(works) * n // number : len(works) * (n + 1) // number]
 
 
-def sum_in_order(local: T, others: dict[int, T], rank: int) -> None:
+def sum_in_order(local: T, from_ranks: dict[int, T], rank: int) -> None:
     """local = the sum of all ranks' contributions in rank order; in fp32 for three or more in half precision."""
-    size = len(others) + 1
+    size = len(from_ranks) + 1
     if not local.numel() or size == 1:
         return
     if local.dtype in _HALF and size > 2:
-        total = (local if rank == 0 else others[0]).float()
+        total = (local if rank == 0 else from_ranks[0]).float()
         for other in range(1, size):
-            total += local if other == rank else others[other]
+            total += local if other == rank else from_ranks[other]
         local.copy_(total)
     else:  # the sum of lower ranks, then local, then higher ranks; a sum of two does not depend on the order
         for other in range(1, rank):
-            others[0].add_(others[other])
+            from_ranks[0].add_(from_ranks[other])
         if rank:
-            local.add_(others[0])
+            local.add_(from_ranks[0])
         for other in range(rank + 1, size):
-            local.add_(others[other])
+            local.add_(from_ranks[other])

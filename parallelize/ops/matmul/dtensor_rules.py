@@ -95,7 +95,7 @@ def _positive(placement: Placement, ndim: int) -> Placement:
     return Shard(cast(Shard, placement).dim % ndim) if placement.is_shard() else placement
 
 
-def _with(placements: tuple, axis: int, placement: Placement) -> list[Placement]:
+def _replace_placement(placements: tuple, axis: int, placement: Placement) -> list[Placement]:
     return [placement if n == axis else old for n, old in enumerate(placements)]
 
 
@@ -114,7 +114,7 @@ class ReplicatedBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor):
-        return grad.redistribute(placements=_with(grad.placements, ctx.axis, Replicate())), None
+        return grad.redistribute(placements=_replace_placement(grad.placements, ctx.axis, Replicate())), None
 
 
 # -- rules: (DTensor, op, types, args, kwargs) -> DTensors -------------------------------------------------------------
@@ -140,27 +140,30 @@ def _all_gather_linear(x, weights, biases, dim, full, key, algorithm, keep):
     )
     shape = (*x.shape[:dim], full, *x.shape[dim + 1 :])
     replicated: list[Placement] = [Replicate()] * mesh.ndim
-    columns = _with(x.placements, axis, Shard(x.ndim - 1))
+    columns = _replace_placement(x.placements, axis, Shard(x.ndim - 1))
     wrapped = [
         _wrapped(out, mesh, columns, (*shape[:-1], weight.shape[0])) for out, weight in zip(outs, weights, strict=True)
     ]
     if not keep:
         shape = (0,)
-    return [*wrapped, _wrapped(gathered, mesh, _with(x.placements, axis, Replicate()) if keep else replicated, shape)]
+    return [
+        *wrapped,
+        _wrapped(gathered, mesh, _replace_placement(x.placements, axis, Replicate()) if keep else replicated, shape),
+    ]
 
 
 def _columns_of(grads: list[DTensor], like: DTensor, axis: int) -> list[T]:
     """Local shards of output gradients, in the layout of the outputs."""
-    placements = _with(like.placements, axis, Shard(like.ndim - 1))
+    placements = _replace_placement(like.placements, axis, Shard(like.ndim - 1))
     return [grad.redistribute(placements=placements).to_local() for grad in grads]
 
 
 def _terms_of(grad: DTensor, like: DTensor, axis: int) -> T:
     """The local term of a sum over the axis, of the gradient of gathered rows, in the layout of these on other axes."""
     if grad.placements[axis].is_partial():
-        placements = _with(like.placements, axis, grad.placements[axis])
+        placements = _replace_placement(like.placements, axis, grad.placements[axis])
         return grad.redistribute(placements=placements).to_local().contiguous()
-    local = grad.redistribute(placements=_with(like.placements, axis, Replicate())).to_local()
+    local = grad.redistribute(placements=_replace_placement(like.placements, axis, Replicate())).to_local()
     return local / grad.device_mesh.size(axis)
 
 
@@ -192,7 +195,7 @@ def _all_gather_linear_backward(
     shape = (*rows.shape[:dim], full, *rows.shape[dim + 1 :])
     wrapped = []
     if input_grad:
-        wrapped.append(_wrapped(results.pop(0), mesh, _with(rows.placements, axis, Shard(dim)), shape))
+        wrapped.append(_wrapped(results.pop(0), mesh, _replace_placement(rows.placements, axis, Shard(dim)), shape))
     selected = [weight for weight, need in zip(weights, weight_grads, strict=True) if need]
     placements = _weight_placements(rows, axis, 0)
     return wrapped + [_wrapped(dw, mesh, placements, w.shape) for dw, w in zip(results, selected, strict=True)]
@@ -201,12 +204,14 @@ def _all_gather_linear_backward(
 def _linear_reduce_scatter(x, weight, dim, key, algorithm):
     mesh = x.device_mesh
     out = _ops.linear_reduce_scatter(x.to_local(), weight.to_local(), dim, _group(mesh, key), algorithm)
-    return _wrapped(out, mesh, _with(x.placements, _axis(key), Shard(dim)), (*x.shape[:-1], weight.shape[0]))
+    return _wrapped(
+        out, mesh, _replace_placement(x.placements, _axis(key), Shard(dim)), (*x.shape[:-1], weight.shape[0])
+    )
 
 
 def _linear_reduce_scatter_backward(grad, x, weight, input_grad, weight_grad, dim, key, algorithm):
     mesh, axis = x.device_mesh, _axis(key)
-    local = grad.redistribute(placements=_with(x.placements, axis, Shard(dim))).to_local()
+    local = grad.redistribute(placements=_replace_placement(x.placements, axis, Shard(dim))).to_local()
     results = _ops.linear_reduce_scatter_backward(
         local.contiguous(), x.to_local(), weight.to_local(), input_grad, weight_grad, dim, _group(mesh, key), algorithm
     )
@@ -215,20 +220,22 @@ def _linear_reduce_scatter_backward(grad, x, weight, input_grad, weight_grad, di
         wrapped.append(_wrapped(results.pop(0), mesh, list(x.placements), x.shape))
     if weight_grad:
         wrapped.append(_wrapped(results.pop(0), mesh, _weight_placements(x, axis, 1), weight.shape))
-    full_grad = _wrapped(results[0], mesh, _with(x.placements, axis, Replicate()), grad.shape)
+    full_grad = _wrapped(results[0], mesh, _replace_placement(x.placements, axis, Replicate()), grad.shape)
     return [*wrapped, full_grad]
 
 
 def _linear_all_reduce(x, weight, key, algorithm):
     mesh = x.device_mesh
     out = _ops.linear_all_reduce(x.to_local(), weight.to_local(), _group(mesh, key), algorithm)
-    return _wrapped(out, mesh, _with(x.placements, _axis(key), Replicate()), (*x.shape[:-1], weight.shape[0]))
+    return _wrapped(
+        out, mesh, _replace_placement(x.placements, _axis(key), Replicate()), (*x.shape[:-1], weight.shape[0])
+    )
 
 
 def _column_linear(x, weights, biases, key, algorithm):
     mesh, axis = x.device_mesh, _axis(key)
     outs = _ops.column_linear(x.to_local(), _locals(weights), _locals(biases), _group(mesh, key), algorithm)
-    columns = _with(x.placements, axis, Shard(x.ndim - 1))
+    columns = _replace_placement(x.placements, axis, Shard(x.ndim - 1))
     return [
         _wrapped(out, mesh, columns, (*x.shape[:-1], weight.shape[0]))
         for out, weight in zip(outs, weights, strict=True)

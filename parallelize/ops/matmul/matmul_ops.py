@@ -215,10 +215,10 @@ def _linear_all_reduce(x: T, weight: T, group: Group, algorithm: str) -> T:
 def _column_linear(x: T, weights: list[T], biases: list[T], group: Group, algorithm: str) -> list[T]:
     x = x if not weights or x.dtype == weights[0].dtype else x.to(weights[0].dtype)
     pairs = zip(weights, _optional_biases(biases, weights), strict=True)
-    return [_no_view(F.linear(x, weight, bias)) for weight, bias in pairs]
+    return [_without_view_mark(F.linear(x, weight, bias)) for weight, bias in pairs]
 
 
-def _no_view(x: T) -> T:
+def _without_view_mark(x: T) -> T:
     """The same memory as a tensor of its own, to which a model may add in place: autograd refuses that on an op's
     view."""
     return torch.ops.aten._unsafe_view(x, x.shape)

@@ -5,7 +5,8 @@ size). So a line of text of fixed length is sent first. With a backend that the 
 (about 0.1 ms on loopback). With a backend that a device drives, the host would have to wait for the device. There a
 line is sent through the store, the first time that this rank uses it with this group, and no data is sent until all
 ranks have posted the same line. If ranks run ops whose lines all of them have used before in different orders, that is
-not detected.
+not detected. A rank whose line is new to it, while the others have used theirs before, raises after a minute; the
+others wait for its data until the timeout of the group.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _STORE_TIMEOUT_S = 60.0
 _SEPARATOR = " | "
 
 
-def _by_store(backend: str) -> bool:
+def _compares_by_store(backend: str) -> bool:
     """A computation that takes turns with another must not wait for a line behind the other's messages."""
     return backend in _BY_STORE or takes_turns()
 
@@ -45,7 +46,7 @@ class OpAgreement:
         backend = group.backend(device)
         if not line or backend == "fake" or group.size == 1:
             self.line = ""
-        elif not _by_store(backend):
+        elif not _compares_by_store(backend):
             self.messages = _LineMessages(group, line)
 
     def check(self) -> None:
@@ -73,7 +74,7 @@ def agree_on_first(group: Group, device: torch.device, line: str, choice: str) -
 
     Raises: ShapeError `ranks-disagree`.
     """
-    by_store = _by_store(group.backend(device))
+    by_store = _compares_by_store(group.backend(device))
     if by_store and line in group.state.first_choices:
         return group.state.first_choices[line]
     answers = [text.partition(_SEPARATOR) for text in _exchange(group, device, f"{line}{_SEPARATOR}{choice}")]
@@ -109,7 +110,7 @@ def _exchange(group: Group, device: torch.device, line: str) -> list[str]:
     backend = group.backend(device)
     if backend == "fake" or group.size == 1:
         return [line]
-    return _exchange_by_store(group, line) if _by_store(backend) else _LineMessages(group, line).receive()
+    return _exchange_by_store(group, line) if _compares_by_store(backend) else _LineMessages(group, line).receive()
 
 
 class _LineMessages:

@@ -31,7 +31,7 @@ def unavailable(group: Group, device: torch.device) -> str:
 
     The first call is a collective: ranks map each other's memory, and none uses it where one of them could not.
     """
-    if reason := _of_other_devices(device):
+    if reason := _reason_of_device(device):
         return reason
     if group.state.no_symmetric_memory is None:
         if torch.compiler.is_compiling():
@@ -51,7 +51,7 @@ def _tried(group: Group) -> str:
     return reason or (f"rank {group.ranks[failed[0]]} cannot map the others' memory" if failed else "")
 
 
-def _of_other_devices(device: torch.device) -> str:
+def _reason_of_device(device: torch.device) -> str:
     return "" if device.type == "cuda" else f"symmetric memory needs CUDA, and this is {device.type}"
 
 
@@ -62,7 +62,7 @@ def require(group: Group, device: torch.device) -> None:
 
 def require_cuda(device: torch.device) -> None:
     """The part of `require` that needs no other rank. Raises: MeshError `no-symmetric-memory`."""
-    _refuse(_of_other_devices(device))
+    _refuse(_reason_of_device(device))
 
 
 def _refuse(reason: str) -> None:

@@ -84,7 +84,7 @@ class HardTargets:
         """scale [n] * q; None if its smoothing has a weight for each class."""
         if self.smoothing and self.weight is not None:
             return None
-        return RowTerms(self.ids, self._of_id(scale), scale * self.smoothing if self.smoothing else None)
+        return RowTerms(self.ids, self._weight_of_ids(scale), scale * self.smoothing if self.smoothing else None)
 
     def subtract_(self, out: T, scale: T) -> None:
         """out [n, V/P] -= scale [n] * q."""
@@ -94,9 +94,9 @@ class HardTargets:
             out -= (scale * self.smoothing).unsqueeze(-1)
         elif self.smoothing and self.weight is not None:
             out.addr_(scale, self.weight, alpha=-self.smoothing)
-        out.scatter_add_(-1, self.ids.unsqueeze(-1), self._of_id(scale).neg_().unsqueeze(-1))
+        out.scatter_add_(-1, self.ids.unsqueeze(-1), self._weight_of_ids(scale).neg_().unsqueeze(-1))
 
-    def _of_id(self, scale: T) -> T:
+    def _weight_of_ids(self, scale: T) -> T:
         return (scale * self.id_weight).masked_fill(self.outside, 0.0)
 
 

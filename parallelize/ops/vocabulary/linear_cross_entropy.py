@@ -241,7 +241,7 @@ def _forward_chunk(
     if gradients is not None and differentiable:
         scale = loss.counts(tokens, stats.highest)
         grad = loss.logits_gradient(z.detach(), stats, tokens, scale)
-        gradients.add(tokens, hidden, weight, _through_tail(raw, z, grad))
+        gradients.add(tokens, hidden, weight, _backward_of_tail(raw, z, grad))
     stats.local_softmax = None
     return stats
 
@@ -266,7 +266,7 @@ def _recomputed_gradients(
             stats = SavedStatistics(*(value[tokens] for value in saved))
             of_entropy = None if entropy_scale is None else entropy_scale[tokens]
             grad = loss.logits_gradient(z.detach(), stats, tokens, scale[tokens], of_entropy)
-            gradients.add(tokens, hidden[tokens], weight, _through_tail(raw, z, grad))
+            gradients.add(tokens, hidden[tokens], weight, _backward_of_tail(raw, z, grad))
             del raw, z, grad
     return gradients.take(needs, None)
 
@@ -288,7 +288,7 @@ def _identity(x: T) -> T:
     return x
 
 
-def _through_tail(raw: T, z: T, grad: T) -> T:
+def _backward_of_tail(raw: T, z: T, grad: T) -> T:
     """The gradient of the matmul's output from that of the logits."""
     if z is raw:
         return grad

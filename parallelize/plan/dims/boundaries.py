@@ -72,7 +72,7 @@ class Boundaries:
             return None
         call = args, kwargs
         if boundary.enter is not Conversion.NONE:
-            call = _replaced(module, boundary.argument, call, partial(self._entered, name, boundary))
+            call = _replaced(module, boundary.argument, call, partial(self._convert_input, name, boundary))
         for shard in boundary.inputs:
             call = _replaced(module, shard.argument, call, partial(self._own_part, shard=shard))
         return call
@@ -83,26 +83,26 @@ class Boundaries:
         if boundary is None or boundary.leave is Conversion.NONE:
             return None
         if isinstance(output, tuple):
-            return (self._left(name, boundary, output[0]), *output[1:]) if output else None
-        return self._left(name, boundary, output)
+            return (self._convert_output(name, boundary, output[0]), *output[1:]) if output else None
+        return self._convert_output(name, boundary, output)
 
     # -- one tensor ----------------------------------------------------------------------------------------------------
 
-    def _left(self, name: str, boundary: Boundary, x: Any) -> Any:
-        out = self._converted(x, boundary.leave, boundary)
+    def _convert_output(self, name: str, boundary: Boundary, x: Any) -> Any:
+        out = self._convert(x, boundary.leave, boundary)
         if isinstance(out, T) and out.ndim and boundary.leave is Conversion.GATHER_LAST:
             self.record.gathered_outputs[name] = self.record.dims(out)[boundary.feature_dim]
         return out
 
-    def _entered(self, name: str, boundary: Boundary, x: Any) -> Any:
+    def _convert_input(self, name: str, boundary: Boundary, x: Any) -> Any:
         if isinstance(x, T) and x.ndim and boundary.enter is Conversion.SPLIT_LAST:
             self.record.split_inputs[name] = self.record.dims(x)[-1]
-        out = self._converted(x, boundary.enter, boundary)
+        out = self._convert(x, boundary.enter, boundary)
         if isinstance(out, T) and boundary.enter in _SUMS_GRADIENT:
             self.record.sum_gradient(out)
         return out
 
-    def _converted(self, x: Any, conversion: Conversion, boundary: Boundary) -> Any:
+    def _convert(self, x: Any, conversion: Conversion, boundary: Boundary) -> Any:
         if not isinstance(x, T) or not x.ndim:
             return x
         dims, sequence_dim = list(self.record.dims(x)), boundary.sequence_dim

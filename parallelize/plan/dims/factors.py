@@ -44,7 +44,7 @@ def new_dim(size: int) -> Dim:
 
 
 def leaves(dim: Iterable[Factor]) -> Dim:
-    """The factors of a dim that were not divided further, each as the one that stands for all that are the same."""
+    """The undivided factors of a dim, each replaced by the representative of its equals."""
     result: Dim = []
     for factor in dim:
         while factor.same is not None:

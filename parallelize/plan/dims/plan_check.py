@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from parallelize.base.errors import Problem
-from parallelize.plan.dims.classes import Blocked, Classes, output_dim
+from parallelize.plan.dims.factor_analysis import Blocked, FactorAnalysis, output_dim
 from parallelize.plan.dims.factors import Dim, Factor, leaves, size_of
 from parallelize.plan.dims.trace import record_forward
 from parallelize.plan.pattern import generic
@@ -27,14 +27,15 @@ class PlanCheck:
     """Compares a resolved plan with what a forward allows.
 
     Args:
-        classes: of a forward of the same model, recorded with the boundaries of the plan. resolved: the plan over `tp`.
+        analysis: of a forward of the same model, recorded with the boundaries of the plan.
+        resolved: the plan over `tp`.
     """
 
-    def __init__(self, classes: Classes, resolved: ResolvedPlan):
-        self.classes, self.resolved = classes, resolved
-        self.shards, self.misfits = planned_shards(classes, resolved)
+    def __init__(self, analysis: FactorAnalysis, resolved: ResolvedPlan):
+        self.analysis, self.resolved = analysis, resolved
+        self.shards, self.misfits = planned_shards(analysis, resolved)
         self.features = {factor for shard in self.shards.values() for factor in shard.factors}
-        self.tokens = {factor for dim in classes.record.token_shards for factor in leaves(dim)}
+        self.tokens = {factor for dim in analysis.record.token_shards for factor in leaves(dim)}
 
     def problems(self) -> list[Problem]:
         """All mistakes, each once for all layers that have it."""
@@ -45,7 +46,7 @@ class PlanCheck:
             *self._left_full(),
             *self._entries(),
             *self._gradients(),
-            *token_problems(self.classes, self.tokens, self.resolved),
+            *token_problems(self.analysis, self.tokens, self.resolved),
         ]
         return list({(problem.slug, problem.what): problem for problem in problems}.values())
 
@@ -56,7 +57,7 @@ class PlanCheck:
         by_operation: dict[str, dict[str, Shard]] = {}
         for name, shard in self.shards.items():
             for factor in shard.factors:
-                blocked = self.classes.blocked.get(factor)
+                blocked = self.analysis.blocked.get(factor)
                 if blocked is not None:
                     by_operation.setdefault(_sentence(blocked), {}).setdefault(generic(name), shard)
         for sentence, shards in by_operation.items():
@@ -77,12 +78,12 @@ class PlanCheck:
 
     def _parts_of(self, name: str, shard: Shard) -> tuple[tuple[Factor, ...], ...]:
         assert shard.row.layout.dim is not None
-        return self.classes.parts_of(self.classes.record.parameters[name][shard.row.layout.dim])
+        return self.analysis.parts_of(self.analysis.record.parameters[name][shard.row.layout.dim])
 
     def _factors_of(self, name: str) -> set[Factor]:
         """All factors of a parameter."""
-        dims = self.classes.record.parameters[name]
-        return {factor for dim in dims for part in self.classes.parts_of(dim) for factor in part}
+        dims = self.analysis.record.parameters[name]
+        return {factor for dim in dims for part in self.analysis.parts_of(dim) for factor in part}
 
     def _left_full(self) -> Iterator[Problem]:
         """Parameters that are full on each rank, and have a dim that is sharded elsewhere."""
@@ -94,22 +95,24 @@ class PlanCheck:
                 yield self._problem("left-full", name, what, row)
 
     def _computed(self) -> Iterator[tuple[str, ParameterRow]]:
-        yield from computed_parameters(self.classes, self.resolved)
+        yield from computed_parameters(self.analysis, self.resolved)
 
     def _entries(self) -> Iterator[Problem]:
         """Row linears whose input is a shard, or full, where they expect the other."""
-        made = {factor for name, shard in self.shards.items() if not self._sums(name) for factor in shard.factors}
-        made |= {factor for misfit in self.misfits for factor in self._factors_of(misfit.name)}
-        ran = {weight for use in self.classes.record.uses for weight in use.weights}
+        sharded_factors = {
+            factor for name, shard in self.shards.items() if not self._sums(name) for factor in shard.factors
+        }
+        sharded_factors |= {factor for misfit in self.misfits for factor in self._factors_of(misfit.name)}
+        ran = {weight for use in self.analysis.record.uses for weight in use.weights}
         for name, shard in self.shards.items():
-            if not self._sums(name) or self.classes.record.first_names.get(name, name) not in ran:
+            if not self._sums(name) or self.analysis.record.first_names.get(name, name) not in ran:
                 continue  # a layer that the forward skipped has no input
             module = name.rpartition(".")[0]
             if self._splits_input(name):
-                if made & set(leaves(self.classes.record.split_inputs.get(module, []))):
+                if sharded_factors & set(leaves(self.analysis.record.split_inputs.get(module, []))):
                     what = "its input is sharded already, and `input=full` would split it again"
                     yield self._problem("input-split-twice", name, what, shard.row, "`rowwise` without `input=full`")
-            elif not made & set(shard.factors):
+            elif not sharded_factors & set(shard.factors):
                 what = "it expects a shard, and nothing that its input is made of is sharded"
                 fix = "`rowwise(input=full)`, or shard what makes its input"
                 problem = self._problem("input-not-sharded", name, what, shard.row, fix)
@@ -119,13 +122,13 @@ class PlanCheck:
     def _makers(self, name: str, shard: Shard) -> list[str]:
         """The rules of the linears whose output is the input that a row linear sums over."""
         rules = []
-        for other, linear in self.classes.linears.items():
-            dims = self.classes.record.parameters.get(f"{other}.weight")
+        for other, linear in self.analysis.linears.items():
+            dims = self.analysis.record.parameters.get(f"{other}.weight")
             row = self.resolved.modules.get(other)
             if dims is None or row is None or name == f"{other}.weight":
                 continue
-            out = self.classes.record.gathered_outputs.get(other, dims[output_dim(linear)])
-            if {factor for part in self.classes.parts_of(out) for factor in part} & set(shard.factors):
+            out = self.analysis.record.gathered_outputs.get(other, dims[output_dim(linear)])
+            if {factor for part in self.analysis.parts_of(out) for factor in part} & set(shard.factors):
                 rules.append(f"{row.rule.pattern}: {row.rule.style}")
         return list(dict.fromkeys(rules))
 
@@ -142,7 +145,7 @@ class PlanCheck:
     def _gradients(self) -> Iterator[Problem]:
         """Full parameters whose gradient each rank has in part, and others whose gradient is summed though it is
         complete."""
-        partial = self.classes.partial_of(self.features | self.tokens)
+        partial = self.analysis.partial_of(self.features | self.tokens)
         for name, row in self._computed():
             if row.layout.dim is not None or self._is_bias_of_sum(name):
                 continue
@@ -166,7 +169,7 @@ class PlanCheck:
         return any(row is not None and row.contract.traits.shares_input for row in rows)
 
     def _is_used(self, name: str) -> bool:
-        return any(name in use.weights for use in self.classes.record.uses)
+        return any(name in use.weights for use in self.analysis.record.uses)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -191,20 +194,20 @@ def _sentence(blocked: Blocked) -> str:
 _FIX = "a `gather` rule for the module that needs all tokens, or sequence_parallel=False"
 
 
-def token_problems(classes: Classes, tokens: set[Factor], resolved: ResolvedPlan) -> Iterator[Problem]:
+def token_problems(analysis: FactorAnalysis, tokens: set[Factor], resolved: ResolvedPlan) -> Iterator[Problem]:
     """Operations, by name, module and line, that need all tokens; else what the shards of tokens are combined with.
 
     Args:
-        classes: of a forward that was recorded with the boundaries of the plan.
+        analysis: of a forward that was recorded with the boundaries of the plan.
         tokens: the factors of tokens of which a rank has a part.
         resolved: the plan, with sequence parallelism.
     """
     if not tokens:
         return
-    operations = list(dict.fromkeys(_operations(classes, tokens)))
+    operations = list(dict.fromkeys(_operations(analysis, tokens)))
     layers = tuple(f"{region.enter.rpartition('.')[0]}." for region in resolved.regions)
     inside = [operation for operation in operations if operation[1].startswith(layers)]
-    for what, module, line in inside or operations or _combined(classes, tokens):
+    for what, module, line in inside or operations or _combined(analysis, tokens):
         place = f" ({line})" if line else ""
         text = (
             f"{what} in {generic(module) or 'the model'}{place} needs all tokens, and a rank has a part of each "
@@ -213,27 +216,27 @@ def token_problems(classes: Classes, tokens: set[Factor], resolved: ResolvedPlan
         yield Problem("mixed-sequence", text, _where(resolved, module), fix=_FIX)
 
 
-def _operations(classes: Classes, tokens: set[Factor]) -> Iterator[tuple[str, str, str]]:
-    record = classes.record
+def _operations(analysis: FactorAnalysis, tokens: set[Factor]) -> Iterator[tuple[str, str, str]]:
+    record = analysis.record
     for mix in record.mixes:
-        if mix.operation != "a slice" and _has(mix.dim, tokens) and classes.counts(mix.module, mix.is_known):
+        if mix.operation != "a slice" and _has(mix.dim, tokens) and analysis.counts(mix.module, mix.is_known):
             yield mix.operation, mix.module, mix.line
     for cut in record.slices:
         is_of_tokens = _has(cut.dim, tokens) or _has(cut.part, tokens)  # of tokens, or as many rows of a table
-        if is_of_tokens and classes.counts(cut.module, True):
+        if is_of_tokens and analysis.counts(cut.module, True):
             yield "a slice", cut.module, cut.line
     for contraction in record.contractions:
-        if _has(contraction.dim, tokens) and classes.counts(contraction.module, True):
+        if _has(contraction.dim, tokens) and analysis.counts(contraction.module, True):
             yield "a matmul over it", contraction.module, contraction.line
 
 
-def _combined(classes: Classes, tokens: set[Factor]) -> Iterator[tuple[str, str, str]]:
+def _combined(analysis: FactorAnalysis, tokens: set[Factor]) -> Iterator[tuple[str, str, str]]:
     """What has all tokens and is combined with shards of them: parameters, constants, inputs. A model may return logits
     of routers."""
-    for name, dims in classes.record.parameters.items():
+    for name, dims in analysis.record.parameters.items():
         if any(_has(dim, tokens) for dim in dims):
             yield f"the parameter {generic(name)}", name.rpartition(".")[0], ""
-    for dim, what in classes.record.fixed:
+    for dim, what in analysis.record.fixed:
         if what != "an output of the model" and _has(dim, tokens):
             yield what, "", ""
 
@@ -289,7 +292,7 @@ def trace_plan(
     def counts(module: str, is_known: bool) -> bool:
         return is_known and not computes_otherwise(resolved, module)
 
-    check = PlanCheck(Classes(record, model, counts), resolved)
+    check = PlanCheck(FactorAnalysis(record, model, counts), resolved)
     unknown = {name: module for name, module in record.unknown.items() if not computes_otherwise(resolved, module)}
     return PlanTrace(tuple(check.problems()), unknown, frozenset(map(generic, check.shards)))
 
@@ -329,13 +332,13 @@ def computes_otherwise(resolved: ResolvedPlan, module: str) -> bool:
     return any(c.traits.looks_up or c.sends_tokens or not c.runs_stock_forward for c in contracts)
 
 
-def computed_parameters(classes: Classes, resolved: ResolvedPlan) -> Iterator[tuple[str, ParameterRow]]:
+def computed_parameters(analysis: FactorAnalysis, resolved: ResolvedPlan) -> Iterator[tuple[str, ParameterRow]]:
     """Parameters that the forward computed with, under each name by which a module reads them, where no style does so
     in a way of its own.
 
     A forward says nothing about the modules that it leaves out: an optional branch, a layer that is skipped at random.
     """
-    record = classes.record
+    record = analysis.record
     for row in resolved.parameters.values():
         for name in row.fact.names:
             is_computed = record.first_names.get(name) in record.computed_with
@@ -343,22 +346,25 @@ def computed_parameters(classes: Classes, resolved: ResolvedPlan) -> Iterator[tu
                 yield name, row
 
 
-def planned_shards(classes: Classes, resolved: ResolvedPlan) -> tuple[dict[str, Shard], list[PlanConflict]]:
+def planned_shards(analysis: FactorAnalysis, resolved: ResolvedPlan) -> tuple[dict[str, Shard], list[PlanConflict]]:
     """(the shards by parameter, those that do not follow the parts of a dim or that cut one of its units)."""
     shards: dict[str, Shard] = {}
     misfits: list[PlanConflict] = []
-    for name, row in computed_parameters(classes, resolved):
+    for name, row in computed_parameters(analysis, resolved):
         dim = row.layout.dim
         if dim is None or row.axis != "tp" or _is_full(row):
             continue
-        factors = classes.record.parameters[name][dim]
-        divisions = _divisions(classes, factors)
+        factors = analysis.record.parameters[name][dim]
+        divisions = _divisions(analysis, factors)
         chunks = next(filter(None, (_chunks(parts, row) for parts in divisions)), None)
-        cut = "" if chunks is None else _cut_unit(classes, chunks, row)
+        cut = "" if chunks is None else _cut_unit(analysis, chunks, row)
         if chunks is None:
             misfits.append(
                 PlanConflict(
-                    name, "divided-features", _of_parts(divisions[0], row, _place_of_split(classes, factors)), row
+                    name,
+                    "divided-features",
+                    _parts_mismatch(divisions[0], row, _place_of_split(analysis, factors)),
+                    row,
                 )
             )
         elif cut:
@@ -368,14 +374,14 @@ def planned_shards(classes: Classes, resolved: ResolvedPlan) -> tuple[dict[str, 
     return shards, misfits
 
 
-def _divisions(classes: Classes, dim: list[Factor]) -> list[Parts]:
+def _divisions(analysis: FactorAnalysis, dim: list[Factor]) -> list[Parts]:
     """The ways to see a dim as parts: its factors; and where the forward splits one of them, the parts of that within
     each of the factors before it."""
     flat = tuple(leaves(dim))
-    divisions = [classes.outer_parts_of(dim), classes.parts_of(dim)]
+    divisions = [analysis.outer_parts_of(dim), analysis.parts_of(dim)]
     for index, factor in enumerate(flat if len(flat) > 1 else ()):
-        if factor in classes.parts:
-            parts, after = classes.parts_of([factor]), flat[index + 1 :]
+        if factor in analysis.parts:
+            parts, after = analysis.parts_of([factor]), flat[index + 1 :]
             divisions.append(tuple((*part, *after) for _ in range(size_of(flat[:index])) for part in parts))
     return divisions
 
@@ -395,12 +401,12 @@ def _chunks(parts: Parts, row: ParameterRow) -> list[tuple[Factor, ...]] | None:
     return None
 
 
-def _cut_unit(classes: Classes, chunks: list[tuple[Factor, ...]], row: ParameterRow) -> str:
+def _cut_unit(analysis: FactorAnalysis, chunks: list[tuple[Factor, ...]], row: ParameterRow) -> str:
     """Whether a range begins or ends inside of what the leading factor counts, such as a head."""
     dim, start = row.layout.dim, 0
     assert dim is not None
     for chunk in chunks:
-        repeated = 1 + next((i for i, factor in enumerate(chunk[1:]) if factor not in classes.repeats), len(chunk) - 1)
+        repeated = 1 + next((i for i, factor in enumerate(chunk[1:]) if factor not in analysis.repeats), len(chunk) - 1)
         width, stop = size_of(chunk[repeated:]), start + size_of(chunk)
         for owned in row.layout.owned:
             for low, high in owned:
@@ -428,14 +434,14 @@ def _divided(chunks: list[tuple[Factor, ...]], row: ParameterRow) -> Iterator[tu
         start = stop
 
 
-def _place_of_split(classes: Classes, dim: list[Factor]) -> str:
+def _place_of_split(analysis: FactorAnalysis, dim: list[Factor]) -> str:
     """The line of the model's code that splits a dim; empty where it is not known."""
     factors = set(leaves(dim))
-    cut = next((cut for cut in classes.record.slices if cut.line and factors & set(leaves(cut.dim))), None)
+    cut = next((cut for cut in analysis.record.slices if cut.line and factors & set(leaves(cut.dim))), None)
     return f" in {generic(cut.module) or 'the model'} ({cut.line})" if cut is not None else ""
 
 
-def _of_parts(parts: Parts, row: ParameterRow, place: str) -> str:
+def _parts_mismatch(parts: Parts, row: ParameterRow, place: str) -> str:
     """place: where the forward splits it."""
     planned = [chunk.size for chunk in row.layout.chunks] or [row.layout.shape[row.layout.dim or 0]]
     if len(parts) > 1:

@@ -277,11 +277,11 @@ class Record:
         """Of each parameter of which an input was made alone, the linears on the way. `linear`: the module of this
         matmul, or ""."""
         passed: dict[str, frozenset[str]] = {}
-        owners = {linear, self.weight_of(linear).rpartition(".")[0]}
+        modules = {linear, self.weight_of(linear).rpartition(".")[0]}
         for x in inputs:
             for name in self.weights(x):
                 through = self._passed.get(x, {}).get(name, frozenset())
-                if linear and name.rpartition(".")[0] not in owners:
+                if linear and name.rpartition(".")[0] not in modules:
                     through |= {linear}
                 passed[name] = passed.get(name, through) & through
         return passed

@@ -158,7 +158,7 @@ def _tensor_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str,
 
 
 class _Watched(int):
-    """An integer that knows from which attributes, and from which quotients of two of them, it was computed."""
+    """An integer that knows its sources: attributes, and quotients of two of them."""
 
     sources: frozenset[Source]
     ratios: frozenset[Ratio]
@@ -257,8 +257,8 @@ class _SizesRead(TorchFunctionMode):
                     if sizes:
                         self._note(watched, result, name, lambda value, _, index: sizes.get(index) is value)  # noqa: B023
                     else:
-                        made = [leaves(dim) not in before for dim in self.record.dims(result)]
-                        self._note(watched, result, name, lambda value, size, index: made[index] and value == size)  # noqa: B023
+                        is_new = [leaves(dim) not in before for dim in self.record.dims(result)]
+                        self._note(watched, result, name, lambda value, size, index: is_new[index] and value == size)  # noqa: B023
                     if limits and isinstance(args[0], T) and args[0].ndim == result.ndim:
                         source = args[0].shape
                         self._note(limits, result, name, lambda _, size, index: size != source[index])  # noqa: B023
@@ -281,10 +281,10 @@ class _SizesRead(TorchFunctionMode):
             for value in watched:
                 if dim and gives(value, size, index):
                     self.record.reads += [
-                        SizeRead(*self._of_module(source), dim, operation) for source in sorted(value.sources)
+                        SizeRead(*self._local_source(source), dim, operation) for source in sorted(value.sources)
                     ]
                     self.record.ratios |= {
-                        Ratio(self._of_module(ratio.dividend), self._of_module(ratio.divisor)): None
+                        Ratio(self._local_source(ratio.dividend), self._local_source(ratio.divisor)): None
                         for ratio in value.ratios
                     }
 
@@ -302,11 +302,11 @@ class _SizesRead(TorchFunctionMode):
                     and set(added) <= {f for d in self.record.repeats for f in leaves(d)}
                 ):
                     self.record.reads += [
-                        SizeRead(*self._of_module(source), added, "repeat_interleave")
+                        SizeRead(*self._local_source(source), added, "repeat_interleave")
                         for source in sorted(value.sources)
                     ]
 
-    def _of_module(self, source: Source) -> Source:
+    def _local_source(self, source: Source) -> Source:
         """A field of a config is local in the module that reads it."""
         return source[0] or self.record.module, *source[1:]
 

@@ -33,12 +33,12 @@ def inputs_of(source: ModelSource, model: nn.Module) -> dict[str, Any]:
     if "inputs" in source.extras:
         inputs = dict(source.extras["inputs"](BATCH, LENGTH))
     else:
-        inputs = _by_config(model) or _by_ids(source, model)
+        inputs = _inputs_by_config(model) or _inputs_of_ids(source, model)
     inputs.pop("targets", None)
     return inputs
 
 
-def _by_ids(source: ModelSource, model: nn.Module) -> dict[str, Any]:
+def _inputs_of_ids(source: ModelSource, model: nn.Module) -> dict[str, Any]:
     try:
         return source.inputs(model, BATCH, LENGTH)
     except ParallelizeError as error:
@@ -47,7 +47,7 @@ def _by_ids(source: ModelSource, model: nn.Module) -> dict[str, Any]:
         raise ModelError(Problem("unknown-inputs", what, fix=fix)) from error
 
 
-def _by_config(model: nn.Module) -> dict[str, Any]:
+def _inputs_by_config(model: nn.Module) -> dict[str, Any]:
     """For models of `transformers` that take other inputs than ids, by the name of their main input."""
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", "input_ids")
     if config is None:

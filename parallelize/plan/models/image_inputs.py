@@ -49,8 +49,8 @@ def has_images(model: nn.Module) -> bool:
 
 def features_function(model: nn.Module, name: str) -> Callable[..., Any] | None:
     """The function of a model, or of the model below its head, that returns the features of images or of sound."""
-    owners = (model, getattr(model, "base_model", None))
-    return next((function for owner in owners if callable(function := getattr(owner, name, None))), None)
+    models = (model, getattr(model, "base_model", None))
+    return next((function for candidate in models if callable(function := getattr(candidate, name, None))), None)
 
 
 def images_in_text(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> dict[str, Any]:

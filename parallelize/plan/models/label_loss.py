@@ -38,11 +38,11 @@ def label_loss(module: nn.Module, labels: Any) -> LabelLoss:
     """What a model computes from labels like these, the same on every rank.
 
     Args:
-        module: a model, sharded or not, also inside of PEFT's wrappers. Its class and config are read, and none of its
-            weights.
+        module: a model, sharded or not, also inside of wrappers (`stock_model`). Its class and config are read, and
+            none of its weights.
         labels: as the model takes them. Their number of dims and their dtype count.
 
-    Returns: `unknown` says why nothing was seen. Then it is what the model's `loss_function` computes; without one,
+    Returns: `unknown` says why nothing was found. Then it is what the model's `loss_function` computes; without one,
         labels [batch, sequence] are ids, and shifted.
     Cost: a tenth of a second for the first model of a class whose config says the same of the loss, on the CPU. No
         generator of random numbers is changed.
@@ -75,14 +75,14 @@ def _words(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _in_new_thread(*facts: Any) -> LabelLoss:
-    """What is seen in a thread of its own, which has no autocast, no default device, and none of the modes of this
+    """The loss as a thread of its own finds it, which has no autocast, no default device, and none of the modes of this
     one."""
-    seen: list[LabelLoss] = []
-    thread = threading.Thread(target=lambda: seen.append(_seen(*facts)))
+    results: list[LabelLoss] = []
+    thread = threading.Thread(target=lambda: results.append(_probe_loss(*facts)))
     with _without_words_of(thread):
         thread.start()
         thread.join()
-    return seen[0]
+    return results[0]
 
 
 @contextmanager
@@ -105,14 +105,14 @@ def _without_words_of(thread: threading.Thread) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _seen(cls: type[nn.Module], config: Any, form: Form, module: Any, own: Any) -> LabelLoss:
-    seen: LabelLoss | str = "it has no config"
+def _probe_loss(cls: type[nn.Module], config: Any, form: Form, module: Any, own: Any) -> LabelLoss:
+    probe: LabelLoss | str = "it has no config"
     if hasattr(config, "to_dict"):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)  # not of the accelerators: no work of theirs is waited for
-            seen = probed(cls, config, form, own)
-    if isinstance(seen, LabelLoss):
-        return seen
+            probe = probed(cls, config, form, own)
+    if isinstance(probe, LabelLoss):
+        return probe
     if (function := getattr(module, "loss_function", None)) is not None:
-        return replace(probed_function(function, config, form), unknown=seen)
-    return LabelLoss("", 1, of_logits=form == Form(2, False), ignored=(IGNORED,), unknown=seen)
+        return replace(probed_function(function, config, form), unknown=probe)
+    return LabelLoss("", 1, of_logits=form == Form(2, False), ignored=(IGNORED,), unknown=probe)

@@ -165,17 +165,17 @@ class _Probe:
         """Raises: _UnlikeError, and whatever the model raises."""
         logits = getattr(self._run(), "logits", None)
         if form.floating:
-            return self._of_samples(self._numbers(logits, form.ndim))
+            return self._mean_over_samples(self._numbers(logits, form.ndim))
         if logits is not None and logits.ndim == 4 and form.ndim == 3:
-            return self._of_pixels(logits)
+            return self._mean_over_pixels(logits)
         unlike: Exception | None = None
         if logits is not None and logits.ndim == form.ndim + 1:
             try:
-                return self._of_classes(logits)
+                return self._cross_entropy_of_classes(logits)
             except _UnlikeError as not_these:
                 unlike = not_these
         try:
-            return self._of_samples(self._classes((_ROWS, _FEW)[: form.ndim], 2))
+            return self._mean_over_samples(self._classes((_ROWS, _FEW)[: form.ndim], 2))
         except Exception as error:  # of labels that are fewer than logits
             raise unlike or error from error
 
@@ -184,7 +184,7 @@ class _Probe:
     def _run(self, **more: Any) -> Any:
         return self.model(**{**self.inputs, **more})
 
-    def _of_rows(self, rows: slice, labels: T) -> float:
+    def _loss_of_rows(self, rows: slice, labels: T) -> float:
         inputs = {k: v[rows] if isinstance(v, T) and len(v) == _ROWS else v for k, v in self.inputs.items()}
         loss = float(self.model(**inputs, labels=labels[rows]).loss)
         if not math.isfinite(loss):
@@ -202,45 +202,48 @@ class _Probe:
 
     # -- means over samples, or over pixels ---------------------------------------------------------------------------
 
-    def _of_samples(self, labels: T) -> LabelLoss:
+    def _mean_over_samples(self, labels: T) -> LabelLoss:
         """A mean over samples, or a sum over them, whatever it is of each."""
-        both, parts = self._of_rows(slice(None), labels), [self._of_rows(slice(i, i + 1), labels) for i in range(_ROWS)]
+        both, parts = (
+            self._loss_of_rows(slice(None), labels),
+            [self._loss_of_rows(slice(i, i + 1), labels) for i in range(_ROWS)],
+        )
         for over, total in (("samples", both * _ROWS), ("none", both)):
             if _near(total, sum(parts)):
                 return LabelLoss(over)
         raise _UnlikeError("its loss is no mean over labels or samples that is known")
 
-    def _of_pixels(self, logits: T) -> LabelLoss:
+    def _mean_over_pixels(self, logits: T) -> LabelLoss:
         """A mean over the labels of pixels, of logits that are scaled to their size."""
         for value in self._candidates(logits.shape[1]):
             labels = self._classes((_ROWS, *self.inputs["pixel_values"].shape[-2:]), logits.shape[1])
             labels[0, :3] = value
             with suppress(IndexError):
                 parts = [
-                    (self._of_rows(slice(i, i + 1), labels), int((labels[i] != value).sum())) for i in range(_ROWS)
+                    (self._loss_of_rows(slice(i, i + 1), labels), int((labels[i] != value).sum())) for i in range(_ROWS)
                 ]
                 total = sum(loss * count for loss, count in parts) / sum(count for _, count in parts)
-                if _near(self._of_rows(slice(None), labels), total):
+                if _near(self._loss_of_rows(slice(None), labels), total):
                     return LabelLoss("labels", ignored=(value,))
         raise _UnlikeError("its loss is no mean over the labels of pixels")
 
     # -- cross entropy ------------------------------------------------------------------------------------------------
 
-    def _of_classes(self, logits: T) -> LabelLoss:
+    def _cross_entropy_of_classes(self, logits: T) -> LabelLoss:
         """The cross entropy of logits [batch, .., classes] and labels [batch, ..]."""
         draw = partial(self._classes, tuple(logits.shape[:-1]), logits.shape[-1])
-        seen = self._shifted(draw)
+        label_loss = self._shifted(draw)
         for value in self._candidates(logits.shape[-1]):
-            seen = self._with_ignored(seen, draw(), value)
-        seen = self._with_mask(seen, draw())
-        return self._with_shifted(self._with_count(seen, draw()), draw(), draw())
+            label_loss = self._with_ignored(label_loss, draw(), value)
+        label_loss = self._with_mask(label_loss, draw())
+        return self._with_shifted(self._with_count(label_loss, draw()), draw(), draw())
 
     def _shifted(self, draw: Callable[[], T]) -> LabelLoss:
         labels = draw()
         for shift in (0, 1) if labels.ndim == 2 else (0,):
             for adds in (False, True):
                 kind = LabelLoss("labels", shift, of_logits=True, adds_router_loss=adds)
-                if self._is(kind, labels) and self._is(kind, draw()):
+                if self._matches(kind, labels) and self._matches(kind, draw()):
                     return kind
         raise _UnlikeError("its loss is no cross entropy of its logits and the labels")
 
@@ -249,42 +252,46 @@ class _Probe:
         named = (getattr(self.model.config, name, None) for name in _NAMED)
         return list(dict.fromkeys([IGNORED, *(value for value in named if type(value) is int), 255]))
 
-    def _with_ignored(self, seen: LabelLoss, labels: T, value: int) -> LabelLoss:
+    def _with_ignored(self, label_loss: LabelLoss, labels: T, value: int) -> LabelLoss:
         labels.view(_ROWS, -1)[0, -2:] = value
-        ignoring = replace(seen, ignored=(*seen.ignored, value))
+        ignoring = replace(label_loss, ignored=(*label_loss.ignored, value))
         with suppress(IndexError):  # no class has this index
-            return ignoring if self._is(ignoring, labels) else seen
-        return seen
+            return ignoring if self._matches(ignoring, labels) else label_loss
+        return label_loss
 
-    def _with_mask(self, seen: LabelLoss, labels: T) -> LabelLoss:
+    def _with_mask(self, label_loss: LabelLoss, labels: T) -> LabelLoss:
         ids = self.inputs.get("input_ids")
         if not self.takes_mask or ids is None or labels.shape != ids.shape:
-            return seen
+            return label_loss
         mask = torch.ones_like(ids)
         mask[0, -3:] = 0
-        fits = [kind for kind in (seen, replace(seen, masked=True)) if self._is(kind, labels, attention_mask=mask)]
+        fits = [
+            kind
+            for kind in (label_loss, replace(label_loss, masked=True))
+            if self._matches(kind, labels, attention_mask=mask)
+        ]
         if not fits:
             raise _UnlikeError("its loss of padded sequences is not known")
         return fits[0]
 
-    def _with_count(self, seen: LabelLoss, labels: T) -> LabelLoss:
-        count = torch.tensor(_FACTOR * labels[..., seen.shift :].numel())
+    def _with_count(self, label_loss: LabelLoss, labels: T) -> LabelLoss:
+        count = torch.tensor(_FACTOR * labels[..., label_loss.shift :].numel())
         if not self.takes_more:
-            return seen
-        if self._is(seen, labels, num_items_in_batch=count, factor=_FACTOR):
-            return replace(seen, divides=True)
-        if not self._is(seen, labels, num_items_in_batch=count):
+            return label_loss
+        if self._matches(label_loss, labels, num_items_in_batch=count, factor=_FACTOR):
+            return replace(label_loss, divides=True)
+        if not self._matches(label_loss, labels, num_items_in_batch=count):
             raise _UnlikeError("its loss is no sum divided by num_items_in_batch")
-        return seen
+        return label_loss
 
-    def _with_shifted(self, seen: LabelLoss, labels: T, targets: T) -> LabelLoss:
-        if not (seen.shift and self.takes_more):
-            return seen
+    def _with_shifted(self, label_loss: LabelLoss, labels: T, targets: T) -> LabelLoss:
+        if not (label_loss.shift and self.takes_more):
+            return label_loss
         output = self._run(labels=labels, shift_labels=targets)
-        expected = _mean(output.logits, targets, replace(seen, shift=0)) + self._router_loss(seen, output)
-        return replace(seen, takes_shifted=_near(float(output.loss), expected))
+        expected = _mean(output.logits, targets, replace(label_loss, shift=0)) + self._router_loss(label_loss, output)
+        return replace(label_loss, takes_shifted=_near(float(output.loss), expected))
 
-    def _is(self, kind: LabelLoss, labels: T, factor: int = 1, **more: Any) -> bool:
+    def _matches(self, kind: LabelLoss, labels: T, factor: int = 1, **more: Any) -> bool:
         """Whether the loss of these labels is of this kind, divided by a factor."""
         output = self._run(labels=labels, **more)
         if not math.isfinite(float(output.loss)):

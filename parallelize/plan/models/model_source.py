@@ -119,16 +119,16 @@ def read_model(model: Any, overrides: Mapping[str, Any] | None = None) -> ModelS
         code of its folder runs.
     """
     if is_config(model):
-        return _of_config(model.model_type, config_of_config(model, overrides or {}))
+        return _source_of_config(model.model_type, config_of_config(model, overrides or {}))
     name, overrides = str(model), dict(overrides or {})
     if os.path.exists(name):
-        return _of_config(name, config_of_file(Path(name), overrides))
+        return _source_of_config(name, config_of_file(Path(name), overrides))
     if ":" in name:
-        return _of_function(name, overrides)
+        return _source_of_function(name, overrides)
     if name.lower() in KNOWN:
         model_type, sizes = KNOWN[name.lower()]
-        return _of_config(name, config_of_type(model_type, {**sizes, **overrides}))
-    return _of_config(name, config_of_type(name, overrides))
+        return _source_of_config(name, config_of_type(model_type, {**sizes, **overrides}))
+    return _source_of_config(name, config_of_type(name, overrides))
 
 
 def source_of(model: Any, overrides: Mapping[str, Any] | None = None, name: str = "") -> ModelSource:
@@ -139,7 +139,7 @@ def source_of(model: Any, overrides: Mapping[str, Any] | None = None, name: str 
     if isinstance(model, nn.Module):  # before functions: a module is callable too
         return ModelSource(name or type(model).__name__, lambda _: _copied(model))
     if callable(model) and not isinstance(model, (str, os.PathLike)):
-        return _of_callable(name or getattr(model, "__name__", "model"), model, dict(overrides or {}))
+        return _source_of_callable(name or getattr(model, "__name__", "model"), model, dict(overrides or {}))
     return read_model(model, overrides)
 
 
@@ -179,12 +179,12 @@ def parse_overrides(texts: list[str]) -> dict[str, Any]:
     return overrides
 
 
-def _of_config(text: str, config: Any) -> ModelSource:
+def _source_of_config(text: str, config: Any) -> ModelSource:
     extras = {"loss": own_loss} if returns_loss(class_of(config, text)) else {}
     return ModelSource(text, maker_of(config, text), config, extras)
 
 
-def _of_function(text: str, overrides: dict[str, Any]) -> ModelSource:
+def _source_of_function(text: str, overrides: dict[str, Any]) -> ModelSource:
     module, _, name = text.partition(":")
     fix = "package.module:function"
     if not module or module.startswith("."):
@@ -199,10 +199,10 @@ def _of_function(text: str, overrides: dict[str, Any]) -> ModelSource:
         raise ModelError(Problem("no-such-factory", f"no module is called {module!r}", fix=fix)) from error
     except AttributeError as error:
         raise ModelError(Problem("no-such-factory", f"{module} has no {name!r}", fix=fix)) from error
-    return _of_callable(text, function, overrides)
+    return _source_of_callable(text, function, overrides)
 
 
-def _of_callable(text: str, function: Callable[..., Any], overrides: dict[str, Any]) -> ModelSource:
+def _source_of_callable(text: str, function: Callable[..., Any], overrides: dict[str, Any]) -> ModelSource:
     extras: dict[str, Any] = {}
 
     def make(_: Any) -> nn.Module:

@@ -19,11 +19,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        yield from _of_each(value.values())
+        yield from _tensors_of_each(value.values())
     elif isinstance(value, (list, tuple)):
-        yield from _of_each(value)
+        yield from _tensors_of_each(value)
     elif _is_object(value):
-        yield from _of_each(attributes_of(value).values())
+        yield from _tensors_of_each(attributes_of(value).values())
     else:
         yield from (leaf for leaf in private.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
@@ -69,6 +69,6 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _of_each(values: Any) -> Iterator[torch.Tensor]:
+def _tensors_of_each(values: Any) -> Iterator[torch.Tensor]:
     for value in values:
         yield from tensors_in(value)

@@ -249,11 +249,11 @@ def _divide_counts(part: Any) -> None:
         if type(value) is int and _is_depth(name):
             setattr(part, name, min(value, len(chosen)))
         elif isinstance(value, (list, tuple)) and len(value) in counts:
-            setattr(part, name, type(value)(_at_most(name, value[index]) for index in chosen))
+            setattr(part, name, type(value)(_limit_depth(name, value[index]) for index in chosen))
         elif name.endswith("layer_ids") and isinstance(value, list) and counts:
             setattr(part, name, [chosen.index(index) for index in value if index in chosen])
         elif name in _DEPTHS and isinstance(value, (list, tuple)):
-            setattr(part, name, type(value)(_at_most(name, depth) for depth in value))
+            setattr(part, name, type(value)(_limit_depth(name, depth) for depth in value))
         elif (
             type(value) is int
             and name.endswith(("experts", "expert_num"))
@@ -288,7 +288,7 @@ def keep_layer_indexes(part: Any) -> None:
 _DEPTHS = ("depths", "layer_depths")
 
 
-def _at_most(name: str, value: Any) -> Any:
+def _limit_depth(name: str, value: Any) -> Any:
     """Two layers in each stage, of fields that count them; other values as they are."""
     return min(value, 2) if name in _DEPTHS else value
 

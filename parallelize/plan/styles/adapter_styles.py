@@ -4,7 +4,7 @@ LoRA adds B(A(x)) to a linear's output. Beside a column linear each rank compute
 so has a part of the gradient of A; beside a row linear it multiplies its own inputs with its columns of A, so that
 B(A(x)) is a summand of the same sum as the linear's own output, and has a part of the gradient of B. (IA)^3 scales
 inputs or outputs, and DoRA the magnitude of each output, likewise. A boundary conversion of the layer is done once,
-around it and its adapters (`axes/tensor/install/adapted_layers.py`).
+around it and its adapters (`adapters/adapted_layers.py`).
 
 Torch-free.
 """
@@ -41,7 +41,7 @@ def adapter_styles(style: StyleText, *, scales_input: bool = False, num_experts:
         num_experts: of a layer of stacked experts.
     """
     if adapts_parameters(style):
-        return _of_experts(style, num_experts)
+        return _expert_adapters(style, num_experts)
     make = _BY_WORD.get(style.word)
     return None if make is None else make(style, scales_input)
 
@@ -50,7 +50,7 @@ def _options(style: StyleText, *names: str) -> dict[str, str]:
     return {name: style.options[name] for name in names if name in style.options}
 
 
-def _of_column(style: StyleText, scales_input: bool) -> AdapterStyles:
+def _column_adapters(style: StyleText, scales_input: bool) -> AdapterStyles:
     by_output = _options(style, "unit", "chunks")
     modules = {
         "lora_A": StyleText("partial_adapter"),
@@ -61,7 +61,7 @@ def _of_column(style: StyleText, scales_input: bool) -> AdapterStyles:
     return AdapterStyles(style, modules, {"ia3_l": scale})
 
 
-def _of_row(style: StyleText, scales_input: bool) -> AdapterStyles:
+def _row_adapters(style: StyleText, scales_input: bool) -> AdapterStyles:
     by_input = _options(style, "unit")
     modules = {
         "lora_A": StyleText("row_adapter", by_input),
@@ -74,13 +74,13 @@ def _of_row(style: StyleText, scales_input: bool) -> AdapterStyles:
     )
 
 
-def _of_replicated(style: StyleText, scales_input: bool) -> AdapterStyles:
+def _replicated_adapters(style: StyleText, scales_input: bool) -> AdapterStyles:
     bare = ("ia3_l", "lora_embedding_A", "lora_embedding_B") if style.traits.for_parameters else ()
     modules = dict.fromkeys(("lora_A", "lora_B", "lora_magnitude_vector"), style)
     return AdapterStyles(style, modules, dict.fromkeys(bare, style))
 
 
-def _of_experts(style: StyleText, num_experts: int) -> AdapterStyles:
+def _expert_adapters(style: StyleText, num_experts: int) -> AdapterStyles:
     """A [experts x r, in] has the rows of one expert after another, B [out, r x experts] all experts' columns for each
     of r."""
     count = str(num_experts)
@@ -91,7 +91,7 @@ def _of_experts(style: StyleText, num_experts: int) -> AdapterStyles:
     return AdapterStyles(style, modules)
 
 
-def _of_embedding(style: StyleText, scales_input: bool) -> AdapterStyles:
+def _embedding_adapters(style: StyleText, scales_input: bool) -> AdapterStyles:
     """Its output is full on every rank, and so are the adapters."""
     full = StyleText("replicate")
     return AdapterStyles(style, parameters={"lora_embedding_A": full, "lora_embedding_B": full})
@@ -110,12 +110,12 @@ def adapts_one_parameter(style: StyleText) -> bool:
 
 
 _BY_WORD: dict[str, Callable[[StyleText, bool], AdapterStyles]] = {
-    "colwise": _of_column,
-    "rowwise": _of_row,
-    "sequence": _of_replicated,
-    "replicate": _of_replicated,
-    "embedding": _of_embedding,
-    "embedding_colwise": _of_embedding,
+    "colwise": _column_adapters,
+    "rowwise": _row_adapters,
+    "sequence": _replicated_adapters,
+    "replicate": _replicated_adapters,
+    "embedding": _embedding_adapters,
+    "embedding_colwise": _embedding_adapters,
 }
 
 

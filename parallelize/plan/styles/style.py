@@ -143,11 +143,11 @@ def contract_of(style: StyleText, module: ModuleFacts, context: StyleContext) ->
     Raises: ModelError `wrong-module-for-style`, and what the style's builder raises.
     """
     built = style.definition.build(style, module.with_weights(), context)
-    contract = _of_codes(replace(built, traits=style.traits), module)
+    contract = _contract_of_codes(replace(built, traits=style.traits), module)
     return replace(contract, overlap=style.options["overlap"]) if "overlap" in style.options else contract
 
 
-def _of_codes(contract: Contract, module: ModuleFacts) -> Contract:
+def _contract_of_codes(contract: Contract, module: ModuleFacts) -> Contract:
     """The contract of quantized experts: codes and scales are used as the stacked weight that they stand for."""
     if not module.stacked:
         return contract

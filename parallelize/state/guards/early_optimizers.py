@@ -21,7 +21,7 @@ from parallelize.base.errors import ModelError, Problem
 
 
 def refuse_early_optimizers(module: nn.Module, replaced: Iterable[str] | None = None) -> None:
-    """Refuse a model of which an optimizer steps parameters that will be replaced.
+    """Refuse a model if an optimizer steps parameters that will be replaced.
 
     Args:
         module: the root of the model.

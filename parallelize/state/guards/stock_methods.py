@@ -134,7 +134,7 @@ def _refuse_shards(name: str, parameters: Iterable[torch.Tensor | None]) -> None
     """Weights of one dim are left out: initializers fill them with constants."""
     for parameter in parameters:
         if isinstance(parameter, DTensor) and parameter.ndim > 1 and _draws_alike(parameter):
-            raise _on_shards(name, parameter)
+            raise _initializer_on_shards_error(name, parameter)
 
 
 def _draws_alike(tensor: DTensor) -> bool:
@@ -144,7 +144,7 @@ def _draws_alike(tensor: DTensor) -> bool:
     return sharded and tensor.device.type == "cpu"
 
 
-def _on_shards(name: str, tensor: torch.Tensor) -> ModelError:
+def _initializer_on_shards_error(name: str, tensor: torch.Tensor) -> ModelError:
     what = f"{name} would draw the same numbers into every shard of a weight of shape {list(tensor.shape)}"
     fix = "parallelize.initialize(model, seed), which draws one model on any mesh; or initialize before planning; or "
     fix += "draw full tensors, the same on every rank, and load them by load_state_dict"
@@ -163,7 +163,7 @@ def _refuse_draw(op: str, target: DTensor) -> None:
     for module in [reference() for reference in list(_guarded.values())]:
         for parameter in module.parameters() if module is not None else ():
             if _stored_alike(target, parameter):
-                raise _on_shards(op, target)
+                raise _initializer_on_shards_error(op, target)
 
 
 def _stored_alike(target: DTensor, parameter: torch.Tensor) -> bool:

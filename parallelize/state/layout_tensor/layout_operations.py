@@ -49,12 +49,12 @@ def run(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if _is_elementwise(func):
         likes = _likes(cls, args, kwargs)
         if likes is not None:
-            return _on_shards(cls, func, args, kwargs, likes)
+            return _run_on_shards(cls, func, args, kwargs, likes)
     elif func is aten.sum.default or (func in _NORMS and _is_norm_of_all(args, kwargs)):
         return func(*private.tree_map(partial(_counted_once, cls), args), **kwargs)
     elif _is_random(func) and type(args[0]) is cls:
         return _draw(cls, func, args, kwargs)
-    return _on_full(cls, func, args, kwargs)
+    return _run_on_full(cls, func, args, kwargs)
 
 
 def _is_random(func: Any) -> bool:
@@ -105,7 +105,7 @@ def _is_broadcast(operand: torch.Tensor, like: Any) -> bool:
     return operand.ndim <= like.ndim and all(dim < 0 or operand.shape[dim] == 1 for dim in dims)
 
 
-def _on_shards(cls: Any, func: Any, args: Any, kwargs: Any, likes: dict[int, Any]) -> Any:
+def _run_on_shards(cls: Any, func: Any, args: Any, kwargs: Any, likes: dict[int, Any]) -> Any:
     originals: dict[int, Any] = {}  # id of a stored operand -> the operand itself, which in-place operations return
 
     def stored(argument: Any, position: int = 0) -> Any:
@@ -177,7 +177,7 @@ def _counted_once(cls: Any, operand: Any) -> Any:
 # -- on the full tensors -----------------------------------------------------------------------------------------------
 
 
-def _on_full(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _run_on_full(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     fulls: dict[int, tuple[Any, DTensor]] = {}  # id of an operand -> the operand, and the full tensor in its place
 
     def gathered(operand: Any) -> Any:

@@ -20,7 +20,7 @@ from parallelize.ops.collectives import gather_dim, pad_to
 
 
 class LayoutShard(private.StridedShard):
-    """Dim `layout.dim` is sharded by the intervals of a layout, of which a rank may store several.
+    """Dim `layout.dim` is sharded by the intervals of a layout; a rank may store several of them.
 
     Args:
         layout: of the full tensor over the ranks of tp.

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
-from parallelize.state.records import applied, not_parallelized, record_of
+from parallelize.state.records import applied, not_parallelized, pipeline_cut, record_of
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def accumulate_gradients(module: nn.Module) -> Iterator[None]:
     Without it each backward pass sums its own: the same numbers, with more messages.
 
     Args:
-        module: a model after `parallelize_module`, `shard_data`, or both.
+        module: a model on any mesh.
 
     Returns: a context manager.
     Raises: ModelError `not-parallelized`.
@@ -26,7 +26,7 @@ def accumulate_gradients(module: nn.Module) -> Iterator[None]:
         `defer` is set.
     """
     record, data = record_of(module), applied(module).data
-    if record is None and data is None:
+    if record is None and data is None and pipeline_cut(module) is None:  # stages alone sum nothing
         raise not_parallelized(module)
     engine = data.engine if data is not None else None
     with record.pending_reductions.accumulating() if record is not None else nullcontext():

@@ -69,7 +69,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def norm_of(parameters: Iterable[Any], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-    """The norm by which `clip_grad_norm_` would clip these parameters; see there."""
+    """The norm that `clip_grad_norm_` would compute for these parameters; see there."""
     total = _norm(list(parameters), float(norm_type), error_if_nonfinite)[1]
     return torch.tensor(0.0) if total is None else total
 
@@ -306,7 +306,7 @@ def _wrapped(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        parameters = _owners(gradients)
+        parameters = _parameters_of(gradients)
         if not parameters:
             return norm_of_rank(gradients, norm_type, error_if_nonfinite, foreach)
         return norm_of(parameters, norm_type, error_if_nonfinite)
@@ -314,13 +314,13 @@ def _wrapped(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return total_norm
 
 
-def _owners(gradients: list[torch.Tensor]) -> list[Any]:
+def _parameters_of(gradients: list[torch.Tensor]) -> list[Any]:
     """The parameters with these gradients; none where no gradient is of a pipeline stage."""
     staged = [parameter for reference in _STAGED.valuerefs() if (parameter := reference()) is not None]
-    owners = {id(parameter.grad): parameter for parameter in staged if parameter.grad is not None}
-    if not any(id(gradient) in owners for gradient in gradients):
+    by_gradient = {id(parameter.grad): parameter for parameter in staged if parameter.grad is not None}
+    if not any(id(gradient) in by_gradient for gradient in gradients):
         return []
-    return [owners[id(gradient)] if id(gradient) in owners else _Unmarked(gradient) for gradient in gradients]
+    return [by_gradient[id(gradient)] if id(gradient) in by_gradient else _Unmarked(gradient) for gradient in gradients]
 
 
 class _Unmarked:
@@ -351,7 +351,7 @@ def over_meshes(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        parts = _by_mesh(gradients)
+        parts = _indices_by_mesh(gradients)
         if len(parts) > 1:
             norms = [_plain(stock([gradients[i] for i in part], norm_type, False, foreach)) for part in parts]
             gradients = [norm.to(max((n.dtype for n in norms), key=lambda dtype: dtype.itemsize)) for norm in norms]
@@ -364,7 +364,7 @@ def _plain(norm: Any) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _by_mesh(tensors: Sequence[Any]) -> list[list[int]]:
+def _indices_by_mesh(tensors: Sequence[Any]) -> list[list[int]]:
     """The indices of the tensors of each mesh; those of plain tensors are together."""
     parts: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -376,7 +376,7 @@ def _divided(stock: Callable[..., Any]) -> Callable[..., Any]:
     """PyTorch's division of lists, by mesh too; each list but the first has as many items, or none."""
 
     def divided(lists: Any, with_indices: bool = False) -> Any:
-        parts = _by_mesh(lists[0])
+        parts = _indices_by_mesh(lists[0])
         if len(parts) < 2:
             return stock(lists, with_indices)
         groups = _ListsByMesh()

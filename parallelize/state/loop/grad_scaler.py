@@ -52,18 +52,18 @@ def _wrapped(stock: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable
     def unscale_grads(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         overflows = stock(scaler, optimizer, *args, **kwargs)
         mesh = _MESHES.get(optimizer) or _mesh_of_stages(optimizer)
-        return overflows if mesh is None else _over_ranks(overflows, mesh)
+        return overflows if mesh is None else _max_over_ranks(overflows, mesh)
 
     return unscale_grads
 
 
 def _mesh_of_stages(optimizer: Optimizer) -> DeviceMesh | None:
-    """The mesh of a pipeline of which an optimizer that was built without us steps a stage."""
+    """The mesh of a pipeline with a stage that an optimizer of the user's own steps."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return next((_STAGED[parameter] for parameter in parameters if parameter in _STAGED), None)
 
 
-def _over_ranks(overflows: dict[torch.device, torch.Tensor], mesh: DeviceMesh) -> dict[torch.device, torch.Tensor]:
+def _max_over_ranks(overflows: dict[torch.device, torch.Tensor], mesh: DeviceMesh) -> dict[torch.device, torch.Tensor]:
     """1 on the first device where any rank has an overflow on any of its devices; ranks without gradients take part."""
     group = Group(axis_group(mesh, *mesh_spec(mesh).names))
     device = next(iter(overflows), None) or group.device

@@ -95,7 +95,7 @@ class MatrixExchange:
                     if part.sender == sender:
                         count = volume(part.box)
                         view = received[at : at + count].view(shape_of(part.box)[-2:])
-                        target[_in_matrix(part.box, matrix.box)].copy_(view)
+                        target[_slices_in_matrix(part.box, matrix.box)].copy_(view)
                         at += count
         return full
 
@@ -110,7 +110,7 @@ class MatrixExchange:
                     if to in part.holders:
                         count = volume(part.box)
                         view = flat[at : at + count].view(shape_of(part.box)[-2:])
-                        view.copy_(result[_in_matrix(part.box, matrix.box)])
+                        view.copy_(result[_slices_in_matrix(part.box, matrix.box)])
                         at += count
         received = self._all_to_all(flat, *self._from_owner)
         sizes = [volume(item.box) for item in self.local_boxes]
@@ -132,7 +132,7 @@ class MatrixExchange:
         return [count > 0 for count in counts.tolist()]
 
 
-def _in_matrix(box: Box, matrix: Box) -> tuple[slice, ...]:
+def _slices_in_matrix(box: Box, matrix: Box) -> tuple[slice, ...]:
     return slices_of(relative_to(box, starts(matrix))[-2:])
 
 

@@ -79,29 +79,36 @@ def _converted(module: nn.Module, block: int) -> tuple[ForeignWeight, BlockForma
 
 def _replace(linear: nn.Module, weight: ForeignWeight, form: BlockFormat, scales: Any) -> None:
     """The same object, with its hooks, and without what the other library kept in it."""
-    made: Any = linear
+    quantized: Any = linear
     bias = linear._parameters.get("bias")
-    sizes = made.in_features, made.out_features
-    kept = {*nn.Linear(1, 1).__dict__, *nn.Module().__dict__}
-    for key in [key for key in made.__dict__ if key not in kept]:
-        del made.__dict__[key]
-    made._parameters.clear()
-    made._buffers.clear()
-    made.__class__ = QuantizedLinear
-    made.in_features, made.out_features = sizes
-    allocate_codes(made, form, weight.dtype, bias, weight.codes.device)
-    made.weight_codes.data.copy_(weight.codes)
-    made.weight_scales.data.copy_(scales)
+    sizes = quantized.in_features, quantized.out_features
+    attributes = {*nn.Linear(1, 1).__dict__, *nn.Module().__dict__}
+    for key in [key for key in quantized.__dict__ if key not in attributes]:
+        del quantized.__dict__[key]
+    quantized._parameters.clear()
+    quantized._buffers.clear()
+    quantized.__class__ = QuantizedLinear
+    quantized.in_features, quantized.out_features = sizes
+    allocate_codes(quantized, form, weight.dtype, bias, weight.codes.device)
+    quantized.weight_codes.data.copy_(weight.codes)
+    quantized.weight_scales.data.copy_(scales)
 
 
 # -- foreign weights -------------------------------------------------------------------------------------------------
 # Weights that bitsandbytes and torchao have quantized by block, as codes and scales of this package. Neither library
-# is imported: a weight is recognized by the name of its class, and read by its documented attributes. | class | codes
-# | scales | |---|---|---| | `Params4bit` of bitsandbytes (NF4, FP4) | the same bytes, two elements each, the first in
-# the higher bits | `absmax`, or nested: 8-bit codes of blocks of their own, plus an offset | | `Int8Params` of
-# bitsandbytes | plus 128 | `SCB` of a row, divided by 127 | | `Int8Tensor`, `IntxUnpackedToInt8Tensor` of torchao |
-# minus an integer zero point, plus 128 | of groups of a row, or of a row | Source: bitsandbytes 0.50,
-# `functional.QuantState`, `nn.modules`; torchao 0.18, `quantization/quantize_/workflows`.
+# is imported: a weight is recognized by the name of its class, and read by its documented attributes.
+#
+# `Params4bit` of bitsandbytes (NF4, FP4)
+#     codes: the same bytes, two elements each, the first in the higher bits
+#     scales: `absmax`, or nested: 8-bit codes of blocks of their own, plus an offset
+# `Int8Params` of bitsandbytes
+#     codes: plus 128
+#     scales: `SCB` of a row, divided by 127
+# `Int8Tensor`, `IntxUnpackedToInt8Tensor` of torchao
+#     codes: minus an integer zero point, plus 128
+#     scales: of groups of a row, or of a row
+#
+# Source: bitsandbytes 0.50, `functional.QuantState`, `nn.modules`; torchao 0.18, `quantization/quantize_/workflows`.
 
 
 T = torch.Tensor
@@ -145,7 +152,7 @@ def foreign_weight(linear: nn.Module) -> ForeignWeight:
     return reader(linear, weight)
 
 
-def _of_4_bits(linear: Any, weight: Any) -> ForeignWeight:
+def _weight_of_4_bits(linear: Any, weight: Any) -> ForeignWeight:
     state = getattr(weight, "quant_state", None)
     if state is None:
         raise UnconvertibleError("is not quantized yet: bitsandbytes does so when the model is moved to a device")
@@ -161,7 +168,7 @@ def _of_4_bits(linear: Any, weight: Any) -> ForeignWeight:
     return ForeignWeight(state.quant_type, codes, scales.float().reshape(shape[0], -1), state.dtype)
 
 
-def _of_8_bits(linear: Any, weight: Any) -> ForeignWeight:
+def _weight_of_8_bits(linear: Any, weight: Any) -> ForeignWeight:
     """After its first forward, bitsandbytes keeps codes and scales in the `state` of the module."""
     state = getattr(linear, "state", None)
     scales = next((s for s in (getattr(weight, "SCB", None), getattr(state, "SCB", None)) if s is not None), None)
@@ -172,7 +179,7 @@ def _of_8_bits(linear: Any, weight: Any) -> ForeignWeight:
     return ForeignWeight("int8", _plus_zero(codes.int()), scales.float().reshape(-1, 1) / _INT8_STEPS, dtype)
 
 
-def _of_integers(linear: Any, weight: Any) -> ForeignWeight:
+def _weight_of_integers(linear: Any, weight: Any) -> ForeignWeight:
     for name in ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization"):
         if getattr(weight, name, None) is not None:
             raise UnconvertibleError(f"quantizes activations too ({name})")
@@ -193,8 +200,8 @@ def _plus_zero(values: T) -> T:
 
 
 _READERS = {
-    "Params4bit": _of_4_bits,
-    "Int8Params": _of_8_bits,
-    "Int8Tensor": _of_integers,
-    "IntxUnpackedToInt8Tensor": _of_integers,
+    "Params4bit": _weight_of_4_bits,
+    "Int8Params": _weight_of_8_bits,
+    "Int8Tensor": _weight_of_integers,
+    "IntxUnpackedToInt8Tensor": _weight_of_integers,
 }

@@ -86,19 +86,19 @@ def refuse_planned(model: nn.Module, call: str) -> None:
 
 def quantize_linear(linear: nn.Module, form: BlockFormat) -> None:
     """Make one linear, or Conv1D, a `QuantizedLinear`. It stays the same object, with its hooks."""
-    stock, made = type(linear), linear
+    stock, quantized = type(linear), linear
     in_features, out_features = features(linear)
     weight, bias = linear._parameters.pop("weight"), linear._parameters.pop("bias", None)
     assert weight is not None
     for key in _CONV1D if is_conv1d(linear) else ():
         linear.__dict__.pop(key, None)
-    made.__class__ = QuantizedLinear
-    assert isinstance(made, QuantizedLinear)
-    made.in_features, made.out_features, made.stock_class = in_features, out_features, stock
-    allocate_codes(made, form, weight.dtype, bias, weight.device)
+    quantized.__class__ = QuantizedLinear
+    assert isinstance(quantized, QuantizedLinear)
+    quantized.in_features, quantized.out_features, quantized.stock_class = in_features, out_features, stock
+    allocate_codes(quantized, form, weight.dtype, bias, weight.device)
     if not weight.is_meta:
-        rows = weight.T if made.is_transposed else weight
-        quantize_rows(rows, form, made.weight_codes.data, made.weight_scales.data)
+        rows = weight.T if quantized.is_transposed else weight
+        quantize_rows(rows, form, quantized.weight_codes.data, quantized.weight_scales.data)
 
 
 def restore_linear(linear: QuantizedLinear) -> None:
@@ -134,7 +134,7 @@ def chosen_modules(model: nn.Module, form: BlockFormat, modules: Names) -> dict[
     """The linears and stacked experts to quantize, by their first names. Raises: as `quantize`."""
     tied = _tied(model)
     if modules is None:
-        chosen = _in_layers(model, form, tied)
+        chosen = _modules_in_layers(model, form, tied)
     else:
         chosen = _matched(model, [modules] if isinstance(modules, str) else modules)
     problems = [problem for name, module in chosen.items() for problem in _problems(name, module, form, tied)]
@@ -145,7 +145,7 @@ def chosen_modules(model: nn.Module, form: BlockFormat, modules: Names) -> dict[
     return chosen
 
 
-def _in_layers(model: nn.Module, form: BlockFormat, tied: set[int]) -> dict[str, Any]:
+def _modules_in_layers(model: nn.Module, form: BlockFormat, tied: set[int]) -> dict[str, Any]:
     named = {n: m for n, m in model.named_modules() if any(part.isdigit() for part in n.split("."))}
     chosen = {
         name: module
@@ -237,9 +237,11 @@ def _tied(model: nn.Module) -> set[int]:
 
 def _warn_of_experts(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
     """Warn of stacked weights that stay as they are: the forward of their module reads all experts at once."""
-    owners = {n: model.get_submodule(n.rpartition(".")[0]) for n, p in model.named_parameters() if p.ndim == 3}
+    modules = {n: model.get_submodule(n.rpartition(".")[0]) for n, p in model.named_parameters() if p.ndim == 3}
     named = [
-        n for n, owner in owners.items() if n.rpartition(".")[0] not in chosen and not isinstance(owner, _Convolution)
+        n
+        for n, module in modules.items()
+        if n.rpartition(".")[0] not in chosen and not isinstance(module, _Convolution)
     ]
     stacked = {n: model.get_parameter(n) for n in named if not is_adapter_parameter(n)}
     if stacked:

@@ -76,24 +76,24 @@ def quantize_experts(module: nn.Module, form: BlockFormat) -> None:
     its hooks."""
     stock: Any = type(module)
     weights = stacked_weights(module)
-    others = {key: p for key, p in module._parameters.items() if key not in weights}
+    other_parameters = {key: p for key, p in module._parameters.items() if key not in weights}
     module._parameters.clear()
-    made: Any = module
-    made.__class__ = _class_of(stock)
-    made.form, made.dtype, made.stock_class = form, next(iter(weights.values())).dtype, stock
-    made.stacked = {key: (f"{key}_codes", f"{key}_scales") for key in weights}
-    made.packs = {}
+    experts: Any = module
+    experts.__class__ = _class_of(stock)
+    experts.form, experts.dtype, experts.stock_class = form, next(iter(weights.values())).dtype, stock
+    experts.stacked = {key: (f"{key}_codes", f"{key}_scales") for key in weights}
+    experts.packs = {}
     for key, weight in weights.items():
-        for name, pack in zip(made.stacked[key], (form.codes_per_byte, form.scale_packs), strict=True):
-            made.packs[name] = pack
+        for name, pack in zip(experts.stacked[key], (form.codes_per_byte, form.scale_packs), strict=True):
+            experts.packs[name] = pack
             stored = torch.empty(*weight.shape[:-1], weight.shape[-1] // pack, dtype=BYTES, device=weight.device)
-            made.register_parameter(name, nn.Parameter(stored, requires_grad=False))
+            experts.register_parameter(name, nn.Parameter(stored, requires_grad=False))
         if not weight.is_meta:
-            codes, scales = (made._parameters[name].data for name in made.stacked[key])
+            codes, scales = (experts._parameters[name].data for name in experts.stacked[key])
             for expert in range(len(weight)):
                 quantize_rows(weight[expert], form, codes[expert], scales[expert])
-    for key, parameter in others.items():
-        made.register_parameter(key, parameter)
+    for key, parameter in other_parameters.items():
+        experts.register_parameter(key, parameter)
 
 
 def restore_experts(module: Any) -> None:
@@ -101,14 +101,14 @@ def restore_experts(module: Any) -> None:
     stacks = {key: getattr(module, key) for key in module.stacked}
     dense = {key: stack.dense().as_subclass(torch.Tensor).clone() for key, stack in stacks.items()}
     coded, stock = set(module.packs), module.stock_class
-    others = {key: p for key, p in module._parameters.items() if key not in coded}
+    other_parameters = {key: p for key, p in module._parameters.items() if key not in coded}
     module._parameters.clear()
     for key in ("form", "dtype", "packs", "stacked", "stock_class"):
         del module.__dict__[key]
     module.__class__ = stock
     for key, weight in dense.items():
         module.register_parameter(key, nn.Parameter(weight, requires_grad=False))
-    for key, parameter in others.items():
+    for key, parameter in other_parameters.items():
         module.register_parameter(key, parameter)
 
 
@@ -122,13 +122,13 @@ def _class_of(stock: type) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         tokens = next(iter((*args, *kwargs.values())))
         if tokens.is_meta:  # whose choices have no values: all experts are dense, in the implementation that is modeled
-            return _on_dense(self, stock, args, kwargs)
+            return _forward_on_dense(self, stock, args, kwargs)
         return by_expert(self, *args, **kwargs)
 
     return type(f"Quantized{stock.__name__}", (QuantizedExperts, stock), {"forward": forward})
 
 
-def _on_dense(self: Any, stock: Any, args: tuple, kwargs: dict) -> Any:
+def _forward_on_dense(self: Any, stock: Any, args: tuple, kwargs: dict) -> Any:
     before = {key: self.__dict__[key] for key in self.stacked if key in self.__dict__}
     try:
         for key in self.stacked:

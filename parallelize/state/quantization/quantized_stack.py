@@ -93,7 +93,7 @@ class QuantizedStack:
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return _on_dense(func, args, kwargs)
+        return _run_on_dense(func, args, kwargs)
 
 
 class ExpertWeight:
@@ -137,10 +137,10 @@ class ExpertWeight:
                 return weight.product(args[0], bias, False)
             if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
                 return weight.product(args[0], None, True)
-        return _on_dense(func, args, kwargs)
+        return _run_on_dense(func, args, kwargs)
 
 
-def _on_dense(func: Callable, args: tuple, kwargs: dict | None) -> Any:
+def _run_on_dense(func: Callable, args: tuple, kwargs: dict | None) -> Any:
     def dense(value: Any) -> Any:
         return value.dense() if isinstance(value, (QuantizedStack, ExpertWeight)) else value
 

@@ -78,12 +78,12 @@ def _why_not(module: nn.Module, resolved: ResolvedPlan, is_quick: bool) -> str:
     options, rows = resolved.options, resolved.parameters.values()
     if resolved.tp_size == 1 or not any(row.layout.dim is not None for row in rows):
         return "nothing is sharded over tp"
-    if resolved.plan.kept or any(row.contract.dtensors for row in resolved.modules.values()):
+    if resolved.plan.unlowered_styles or any(row.contract.dtensors for row in resolved.modules.values()):
         return "DTensors pass between its modules"
     if any(row.fact.packs != 1 or row.fact.counts != 1 for row in rows):
         return "its weights are quantized"
     if makes_prefixes(resolved.facts):
-        return "PEFT makes keys and values of all heads, of which a rank takes its own"
+        return "learned prompts make keys and values of all heads, and each rank takes its own"
     if options.expert_ranks > 1:
         return "its experts are divided over ep"
     if pipeline_cut(module) is not None or any(isinstance(parameter, DTensor) for parameter in module.parameters()):

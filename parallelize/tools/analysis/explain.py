@@ -159,8 +159,8 @@ def _parameter_lines(subject: Subject, setting: Setting) -> Iterable[ParameterLi
     resolved = subject.resolved(setting)
     lines: dict[tuple, ParameterLine] = {}
     for row in resolved.parameters.values():
-        owners = sorted(resolved.stage_of(name) for name in row.fact.names)
-        line = _parameter_line(resolved, row, (owners[0], owners[-1]))
+        stages = sorted(resolved.stage_of(name) for name in row.fact.names)
+        line = _parameter_line(resolved, row, (stages[0], stages[-1]))
         key = (line.name, line.style, line.rule, line.full, line.local, line.lies)
         if key in lines:
             same = lines[key]

@@ -91,10 +91,10 @@ class _Known:
         """Why a setting is not among the fastest; empty where that is not known."""
         if setting.recompute != "off" and replace(setting, recompute="off") in self._fitting:
             return "it fits without recompute, which is faster"
-        return self._no_larger.get(self._of_any_size(setting), "")
+        return self._no_larger.get(self._with_smallest_microbatches(setting), "")
 
     def learn(self, setting: Setting, candidate: Candidate | None, *, is_too_large: bool) -> None:
-        key = self._of_any_size(setting)
+        key = self._with_smallest_microbatches(setting)
         if candidate is None:
             if is_too_large:
                 self._no_larger[key] = _TOO_LARGE
@@ -105,7 +105,7 @@ class _Known:
         self._times[key] = candidate.step_s
 
     @staticmethod
-    def _of_any_size(setting: Setting) -> Setting:
+    def _with_smallest_microbatches(setting: Setting) -> Setting:
         return replace(setting, num_microbatches=setting.batch)
 
 

@@ -99,7 +99,7 @@ def modes_of(subject: Subject, plan: Plan | None, setting: Setting) -> list[Sett
         return modes
     if plan.regions:
         modes.append(replace(setting, sequence_parallel=True))
-    names = {*subject.model(setting.weights_dtype).aliases}
+    names = {*subject.model(setting.weights_dtype).module_fqns}
     heads = [rule for rule in plan.rules if rule.style.keeps_vocabulary]
     patterns = [pattern for rule in heads for pattern in alternatives(rule.pattern)]
     if any(matches(pattern, name) for pattern in patterns for name in names):
@@ -394,7 +394,7 @@ def _output_is_a_shard(forwards: _Forwards) -> Iterator[Problem]:
 
 
 def _not_reduced(forwards: _Forwards) -> Iterator[Problem]:
-    """A replicated parameter whose module works on a part of the data, and whose gradient is not summed."""
+    """A replicated parameter without a sum of its gradient, though its module works on a part of the data."""
     resolved = forwards.resolved
     reported: set[str] = set()
     for row in resolved.parameters.values():

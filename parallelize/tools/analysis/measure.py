@@ -64,10 +64,10 @@ def model_flops(subject: Subject, setting: Setting) -> float:
     )
     step = subject.rank_step(unsharded, unsharded.pipeline(), 0)
     forward = sum(segment.flops for segment in step.segments(0, later=True).forward)
-    return 3.0 * (forward - _of_unchosen(subject, setting)) * setting.batch * setting.size(*SAMPLE_AXES)
+    return 3.0 * (forward - _flops_of_unchosen(subject, setting)) * setting.batch * setting.size(*SAMPLE_AXES)
 
 
-def _of_unchosen(subject: Subject, setting: Setting) -> float:
+def _flops_of_unchosen(subject: Subject, setting: Setting) -> float:
     """Operations of one sequence's forward on rows of zeros: of experts that a token did not choose, where a stock
     block calls all."""
     model, total = subject.model(setting.weights_dtype), 0.0

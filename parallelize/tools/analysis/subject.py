@@ -76,7 +76,7 @@ class Subject:
             styled = needed or is_styles(self.plan)
             plan = plan_of_styles(root, self.plan, tp=tp) if styled else plan_or_none(root, self.plan, tp)
             self._plans[key] = plan or plan_or_none(root, None)
-            if plan is not None and (plan.kept or read_by_code(plan)):
+            if plan is not None and (plan.unlowered_styles or read_by_code(plan)):
                 what = f"a dict of styles is explained where all of them have rules: {passes_dtensors(plan)}"
                 raise PlanError(Problem("untranslatable-plan", what, fix="styles with local tensors, or a plan"))
         return self._plans[key]

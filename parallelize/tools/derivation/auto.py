@@ -107,7 +107,7 @@ def _is_first() -> bool:
 
 
 def source_of_instance(model: nn.Module) -> Any:
-    """A model of `transformers` as its class and config, of which a small one is made; any other as it is."""
+    """A model of `transformers` as its class and config, to build a small one from; any other as it is."""
     config = getattr(model, "config", None)
     if hasattr(config, "to_dict") and hasattr(config, "model_type"):
         return ModelSource(type(model).__name__, lambda config: type(model)(config), config)

@@ -14,7 +14,7 @@ from torch import nn
 
 from parallelize.axes.tensor.local_inputs import advice_on_widths
 from parallelize.base.errors import MeshError, ModelError, Problem
-from parallelize.plan.dims.classes import PROOF_FAILED, Choice, Classes
+from parallelize.plan.dims.factor_analysis import PROOF_FAILED, Choice, FactorAnalysis
 from parallelize.plan.dims.record import Record
 from parallelize.plan.dims.trace import record_forward
 from parallelize.plan.models.example_inputs import inputs_of
@@ -123,7 +123,7 @@ class _Derivation:
 
     def __init__(self, source: ModelSource, model: nn.Module, record: Record, tp: int, tell: Callable[[str], None]):
         self.source, self.model, self.tp, self.tell = source, model, tp, tell
-        self.record, self.classes = record, Classes(record, model)
+        self.record, self.analysis = record, FactorAnalysis(record, model)
         self.fields = counted_fields(model)
         self.banned: set[str] = set()
         self.allow = ""
@@ -150,7 +150,7 @@ class _Derivation:
                     return derived
                 break
             self._ban(inner)
-        self.choice = self.classes.choose(without=self.banned)
+        self.choice = self.analysis.choose(without=self.banned)
         alone = self._with_gathered(Draft(whole={whole.module: whole.reason for whole in self.choice.whole}))
         if alone is None:
             raise self._nothing()
@@ -167,7 +167,7 @@ class _Derivation:
 
     def _with_gathered(self, draft: Draft) -> Derived | None:
         """The draft with gathered linears, in regions if enough is sharded there too; None: no such draft is proven."""
-        gathered = gathered_linears(self.classes, self.model, draft.styles, self.choice.partial)
+        gathered = gathered_linears(self.analysis, self.model, draft.styles, self.choice.partial)
         for _ in range(MAX_ROUNDS):
             if not gathered:
                 break
@@ -183,7 +183,7 @@ class _Derivation:
     def _unproven(self) -> Derived:
         draft = self._draft(_LOGITS[0])
         if not self._shards_enough(draft):
-            gathered = gathered_linears(self.classes, self.model, draft.styles, self.choice.partial)
+            gathered = gathered_linears(self.analysis, self.model, draft.styles, self.choice.partial)
             draft = self._restyled(draft, gathered)
         if not draft.styles:
             raise self._nothing()
@@ -224,8 +224,8 @@ class _Derivation:
         return wider
 
     def _draft(self, logits: str) -> Draft:
-        self.choice = self.classes.choose(without=self.banned)
-        return Drafting(self.model, self.classes, self.choice, self.fields, logits, self.banned, self.tp).run()
+        self.choice = self.analysis.choose(without=self.banned)
+        return Drafting(self.model, self.analysis, self.choice, self.fields, logits, self.banned, self.tp).run()
 
     def _prove_both(self, draft: Draft) -> Proof:
         """Also in evaluation, where a forward may read other attributes that become local. What is added to a draft
@@ -255,7 +255,7 @@ class _Derivation:
         return parse_plan(text, "derived plan", name=_name(self.source, self.model))
 
     def _derived(self, draft: Draft, proof: Proof | None) -> Derived:
-        whole = {**draft.whole, **other_matrices(self.classes, self.model, draft.styles)}
+        whole = {**draft.whole, **other_matrices(self.analysis, self.model, draft.styles)}
         draft = replace(draft, whole=with_advice(self.model, whole))
         text = _text(self.source, self.model, draft, str(proof or "not proven (--no-verify)"), self.allow)
         return Derived(self._plan(text), text, draft.whole, _share(self.model, draft), proof, self.model)
@@ -264,12 +264,12 @@ class _Derivation:
         reasons: dict[str, str] = {}
         for module, reason in with_advice(self.model, {each.module: each.reason for each in self.choice.whole}).items():
             reasons.setdefault(reason, module)
-        for module, reason in other_matrices(self.classes, self.model, {}).items():
+        for module, reason in other_matrices(self.analysis, self.model, {}).items():
             reasons.setdefault(reason, module)
         rows = tuple((module, reason) for reason, module in list(reasons.items())[:8])
         what = f"no linear of {self.source.text} can be sharded"
         fix = "data parallelism, or a plan of your own"
-        common = _in_each(self.failures)
+        common = _common_error(self.failures)
         if common:  # what is sharded makes no difference to it
             what, rows = f"no plan of {self.source.text} is proven, whatever it shards", (("proof", common), *rows)
             fix = "mend what the proof says, or data parallelism"
@@ -287,7 +287,7 @@ class _Derivation:
         self.banned |= suspects
 
 
-def _in_each(texts: list[str]) -> str:
+def _common_error(texts: list[str]) -> str:
     """The line that says what was raised, where that of several failures is the same, wherever it was seen; empty: they
     differ."""
     raised = [re.search(r"^ +what +(\w+: .*?)(?:; seen at .*)?$", text, re.MULTILINE) for text in texts]

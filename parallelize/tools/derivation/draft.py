@@ -10,7 +10,15 @@ from torch import nn
 
 from parallelize.axes.tensor.layers.norms import check_gated_norm, check_rms_norm
 from parallelize.base.errors import ModelError
-from parallelize.plan.dims.classes import Choice, Classes, Place, ShardableFactor, is_depthwise, is_grouped, output_dim
+from parallelize.plan.dims.factor_analysis import (
+    Choice,
+    FactorAnalysis,
+    Place,
+    ShardableFactor,
+    is_depthwise,
+    is_grouped,
+    output_dim,
+)
 from parallelize.plan.dims.factors import Factor, leaves, size_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
@@ -65,7 +73,7 @@ class Drafting:
     def __init__(
         self,
         model: nn.Module,
-        classes: Classes,
+        analysis: FactorAnalysis,
         choice: Choice,
         fields: Mapping[str, int],
         logits: str,
@@ -73,10 +81,10 @@ class Drafting:
         tp: int = 2,
     ):
         self.banned, self.tp = banned, tp
-        self.model, self.classes, self.choice, self.fields = model, classes, choice, fields
+        self.model, self.analysis, self.choice, self.fields = model, analysis, choice, fields
         self.draft = Draft()
         self.logits = logits
-        self.ran = {call.module for call in classes.record.calls}
+        self.ran = {call.module for call in analysis.record.calls}
         self.unit = "heads"  # what a size without a field of the config counts
 
     def run(self) -> Draft:
@@ -94,7 +102,7 @@ class Drafting:
         self._shard_multihead()
         if self.logits:
             styles = self.draft.styles
-            styles |= vocabulary_rules(self.classes, self.fields, styles, self.logits)
+            styles |= vocabulary_rules(self.analysis, self.fields, styles, self.logits)
         self._spread_local()
         note_partial(self.draft.styles, self.model, self.choice.partial)
         self._share_inputs()
@@ -120,8 +128,8 @@ class Drafting:
         return not self.fields or not self._has_units(candidate) or counts <= known
 
     def _group_norms(self, candidate: ShardableFactor) -> list[nn.GroupNorm]:
-        owners = (self.classes.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
-        return [owner for owner in owners if isinstance(owner, nn.GroupNorm)]
+        modules = (self.analysis.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
+        return [module for module in modules if isinstance(module, nn.GroupNorm)]
 
     def _has_units(self, candidate: ShardableFactor) -> bool:
         """Whether a size has a name: its units must not be split, or an attribute follows it."""
@@ -133,8 +141,8 @@ class Drafting:
 
     def _has_groups(self, candidate: ShardableFactor) -> bool:
         """Whether a factor is the groups of a convolution."""
-        owners = (self.classes.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
-        return any(is_grouped(owner) and not is_depthwise(owner) for owner in owners)
+        modules = (self.analysis.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
+        return any(is_grouped(module) and not is_depthwise(module) for module in modules)
 
     # -- linears -------------------------------------------------------------------------------------------------------
 
@@ -144,8 +152,8 @@ class Drafting:
         has_units = self._has_units(candidate)
         for place in candidate.places:
             module, _, key = place.parameter.rpartition(".")
-            linear = self.classes.linears.get(module)
-            owner = self.classes.modules[module]
+            linear = self.analysis.linears.get(module)
+            owner = self.analysis.modules[module]
             if is_depthwise(owner):
                 units = self._units(candidate, place, has_units)
                 self.draft.styles[module] = f"shard(0{', unit=' if has_units else ', ' if units else ''}{units})"
@@ -153,7 +161,7 @@ class Drafting:
                 self.draft.styles[module] = _call("channel_norm", self._units(candidate, place, has_units))
             elif self._is_gated_norm(module):
                 self.draft.styles[module] = f"gated_norm({self._size_name(self._count(candidate, place.parts[0]))})"
-            elif module in self.classes.norms and self._needs_all(module, candidate.factor):
+            elif module in self.analysis.norms and self._needs_all(module, candidate.factor):
                 units = self._size_name(self._count(candidate, place.parts[0])) if has_units else ""
                 self.draft.styles[module] = _call("rms_norm", units)
             elif is_grouped(owner):
@@ -172,7 +180,7 @@ class Drafting:
             self.draft.below.append(self._size_name(candidate.factor.size))
         for (module, attribute), run in runs.items():
             self.draft.local.setdefault(module, {})[attribute] = self._local_size(candidate, run)
-        for ratio in self.classes.record.ratios:  # a quotient stays what it is if both are divided
+        for ratio in self.analysis.record.ratios:  # a quotient stays what it is if both are divided
             (module, attribute, _), (divided, by, _) = ratio.dividend, ratio.divisor
             if self._is_width_of_shard(candidate, module, attribute):
                 continue
@@ -226,7 +234,7 @@ class Drafting:
         """The number of units in a part: of heads, where several query heads follow each key/value head."""
         count, rest = candidate.factor.size, part[part.index(candidate.factor) + 1 :]
         for factor in rest:
-            if factor not in self.classes.repeats:
+            if factor not in self.analysis.repeats:
                 break
             count *= factor.size
         return count
@@ -258,10 +266,10 @@ class Drafting:
     def _runs(self, candidate: ShardableFactor) -> dict[tuple[str, str], tuple[Factor, ...]]:
         """The attributes that follow this factor, by module, and the factors whose product each is."""
         runs: dict[tuple[str, str], tuple[Factor, ...]] = {}
-        for read in self.classes.record.reads:
-            if read.module in self.classes.linears:  # whose forward is the style's
+        for read in self.analysis.record.reads:
+            if read.module in self.analysis.linears:  # whose forward is the style's
                 continue
-            if read.attribute.startswith("config.") and "config" not in vars(self.classes.modules[read.module]):
+            if read.attribute.startswith("config.") and "config" not in vars(self.analysis.modules[read.module]):
                 continue
             run = _run_of(leaves(read.dim), read.value)
             if run is None or (self._is_width(read.module, read.attribute) and candidate.factor not in run):
@@ -273,24 +281,24 @@ class Drafting:
         return runs
 
     def _is_width(self, module: str, attribute: str) -> bool:
-        return (module, attribute) in self.classes.record.widths
+        return (module, attribute) in self.analysis.record.widths
 
     def _is_width_of_shard(self, candidate: ShardableFactor, module: str, attribute: str) -> bool:
         """Whether it is the width of an input that is a shard of this factor, and answers a local size by itself."""
-        width = self.classes.record.widths.get((module, attribute))
-        return width is not None and self.classes.has([width], {candidate.factor})
+        width = self.analysis.record.widths.get((module, attribute))
+        return width is not None and self.analysis.has([width], {candidate.factor})
 
     def _note_count(self, candidate: ShardableFactor, place: Place) -> None:
         """An attribute of the linear's block with the name of the config's field counts the same heads, read or not."""
         parent = place.parameter.rpartition(".")[0].rpartition(".")[0]
         for part in place.parts if len(place.parts) > 1 else self._chunks(candidate, place):
             source = self._source(self._count(candidate, part))
-            if parent and isinstance(source, str) and type(vars(self.classes.modules[parent]).get(source)) is int:
+            if parent and isinstance(source, str) and type(vars(self.analysis.modules[parent]).get(source)) is int:
                 self.draft.local.setdefault(parent, {})[source] = self._size_name(self._count(candidate, part))
 
     def _parts_of_sum(self, candidate: ShardableFactor, run: tuple[Factor, ...]) -> tuple[tuple[Factor, ...], ...]:
         """The parts that make up a dim, where each begins with this factor; else none."""
-        parts = self.classes.parts_of(list(run))
+        parts = self.analysis.parts_of(list(run))
         return parts if len(parts) > 1 and all(part and part[0] is candidate.factor for part in parts) else ()
 
     def _local_size(self, candidate: ShardableFactor, run: tuple[Factor, ...]) -> str:
@@ -309,8 +317,8 @@ class Drafting:
             for attribute, size in sizes.items():
                 first.setdefault((generic(name), attribute, size), name)
         for (pattern, attribute, size), donor in first.items():
-            value = vars(self.classes.modules[donor]).get(attribute)
-            for name, module in self.classes.modules.items():
+            value = vars(self.analysis.modules[donor]).get(attribute)
+            for name, module in self.analysis.modules.items():
                 alike = generic(name) == pattern and self._inside(name) == self._inside(donor)
                 if alike and type(value) is int and vars(module).get(attribute) == value:
                     self.draft.local.setdefault(name, {}).setdefault(attribute, size)
@@ -321,7 +329,7 @@ class Drafting:
 
     def _is_ratio(self, candidate: ShardableFactor, run: tuple[Factor, ...]) -> bool:
         """Whether a run of factors is the number of query heads for each key/value head of this factor."""
-        if any(factor not in self.classes.repeats for factor in run):
+        if any(factor not in self.analysis.repeats for factor in run):
             return False
         return any(
             part[i : i + 1 + len(run)] == (candidate.factor, *run)
@@ -337,7 +345,7 @@ class Drafting:
 
     def _shard_multihead(self) -> None:
         """PyTorch's attention reads the weights of its child, so that both have rules of their own."""
-        for name, module in self.classes.modules.items():
+        for name, module in self.analysis.modules.items():
             if isinstance(module, nn.MultiheadAttention):
                 out = f"{name}.out_proj".lstrip(".")
                 if name in self.banned or name not in self.ran:
@@ -351,10 +359,10 @@ class Drafting:
     def _is_gated_norm(self, module: str) -> bool:
         """Whether a module is the norm of a gated output by groups, which a style computes also where a group is on
         several ranks."""
-        if module not in self.classes.norms:
+        if module not in self.analysis.norms:
             return False
         with suppress(Exception):  # a norm of one input, or with arguments of other names
-            check_gated_norm(self.classes.modules[module], module)
+            check_gated_norm(self.analysis.modules[module], module)
             return True
         return False
 
@@ -362,17 +370,17 @@ class Drafting:
         """Why a norm over all of a factor cannot be computed on shards of it; empty: it can, or there is none."""
         for place in candidate.places:
             module = place.parameter.rpartition(".")[0]
-            is_norm = module in self.classes.norms and self._needs_all(module, candidate.factor)
+            is_norm = module in self.analysis.norms and self._needs_all(module, candidate.factor)
             if is_norm and not self._is_gated_norm(module):
                 try:
-                    check_rms_norm(self.classes.modules[module], module)
+                    check_rms_norm(self.analysis.modules[module], module)
                 except ModelError as error:
                     return f"a norm over it in {module}: {error.problems[0].what}"
         return ""
 
     def _needs_all(self, module: str, factor: Factor) -> bool:
         """Whether an operation of a module needs all of a factor."""
-        return any(mix.module == module and factor in leaves(mix.dim) for mix in self.classes.record.mixes)
+        return any(mix.module == module and factor in leaves(mix.dim) for mix in self.analysis.record.mixes)
 
     def _is_uneven(self, candidate: ShardableFactor) -> bool:
         """Whether tp does not divide the units of a factor, and several ranks may not store the same one."""
@@ -389,20 +397,20 @@ class Drafting:
         known = candidate.factor.size in self.fields.values() if self.fields else candidate.factor.size < self.tp
         if len(counts) == 1 or candidate.factor.size not in counts or not known:
             return False
-        repeats = {factor for part in parts for factor in part[1:] if factor in self.classes.repeats}
-        mixes = (mix for mix in self.classes.record.mixes if not self._is_gated_norm(mix.module))
+        repeats = {factor for part in parts for factor in part[1:] if factor in self.analysis.repeats}
+        mixes = (mix for mix in self.analysis.record.mixes if not self._is_gated_norm(mix.module))
         # q, k and v of a group
-        packed = {factor for part in parts for factor in part[1:] if factor in self.classes.parts}
+        packed = {factor for part in parts for factor in part[1:] if factor in self.analysis.parts}
         return not packed and not any(repeats & set(leaves(mix.dim)) for mix in mixes)
 
     def _share_inputs(self) -> None:
         """Blocks that convert their input for all that is in them, and what is full in them."""
-        calls = {call.module: call for call in self.classes.record.calls}
+        calls = {call.module: call for call in self.analysis.record.calls}
         sharded = [candidate for candidate in self.choice.candidates if candidate.linears <= self.draft.styles.keys()]
         blocks = {each.block: with_argument("gather", calls[each.block]) for each in sharded if each.block}
-        blocks |= blocks_that_read_shards(self.classes.modules, self.draft.styles, calls)
+        blocks |= blocks_that_read_shards(self.analysis.modules, self.draft.styles, calls)
         for block, style in blocks.items():
-            self.draft.styles |= partial_inside(self.classes.record, block, self.classes.modules, self.draft.styles)
+            self.draft.styles |= partial_inside(self.analysis.record, block, self.analysis.modules, self.draft.styles)
             self.draft.styles[block] = style
 
     def _beside_shards(self) -> Iterator[str]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from parallelize.axes.tensor.watch.child_reads import reads_of_children
-from parallelize.plan.dims.classes import Classes, output_dim
+from parallelize.plan.dims.factor_analysis import FactorAnalysis, output_dim
 from parallelize.plan.dims.factors import leaves, size_of
 from parallelize.plan.pattern import generic
 
@@ -49,7 +49,7 @@ def is_in_layer(parameter: str, model: nn.Module) -> bool:
 
 
 def gathered_linears(
-    classes: Classes, model: nn.Module, styles: Mapping[str, str], partial: Set[str] = frozenset()
+    analysis: FactorAnalysis, model: nn.Module, styles: Mapping[str, str], partial: Set[str] = frozenset()
 ) -> dict[str, str]:
     """The styles of linears in layers that are sharded by themselves.
 
@@ -58,12 +58,12 @@ def gathered_linears(
     """
     return {
         name: STYLE
-        for name in classes.linears
+        for name in analysis.linears
         if not any(parent in styles for parent in _with_parents(name))
         and is_in_layer(f"{name}.weight", model)
         and f"{name}.weight" not in partial
-        and not _is_read_by_parent(classes, name)
-        and _is_alone(classes, name)
+        and not _is_read_by_parent(analysis, name)
+        and _is_alone(analysis, name)
     }
 
 
@@ -73,11 +73,11 @@ def without_alike(gathered: Mapping[str, str], module: str) -> dict[str, str]:
     return {name: style for name, style in gathered.items() if not f"{generic(name)}.".startswith(f"{block}.")}
 
 
-def _is_read_by_parent(classes: Classes, name: str) -> bool:
+def _is_read_by_parent(analysis: FactorAnalysis, name: str) -> bool:
     """Whether the forward of the module above names a parameter of a linear, also in a branch that was not taken."""
     parent, _, child = name.rpartition(".")
-    keys = {key for key, _ in classes.linears[name].named_parameters()}
-    cls: Any = type(classes.modules[parent])
+    keys = {key for key, _ in analysis.linears[name].named_parameters()}
+    cls: Any = type(analysis.modules[parent])
     return any(read.child == child and read.parameter in keys for read in reads_of_children(cls))
 
 
@@ -86,15 +86,15 @@ def _with_parents(name: str) -> Iterator[str]:
     return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
-def _is_alone(classes: Classes, name: str) -> bool:
+def _is_alone(analysis: FactorAnalysis, name: str) -> bool:
     """Whether a linear's own forward multiplies by its weight, nothing else reads that, and no operation inside needs
     all of the output."""
-    record, weight = classes.record, f"{name}.weight"
+    record, weight = analysis.record, f"{name}.weight"
     dims = record.parameters.get(weight)
     if dims is None or list(record.first_names.values()).count(record.first_names[weight]) > 1:
         return False
-    out = dims[output_dim(classes.linears[name])]
-    own = {f"{name}.{key}" for key, _ in classes.linears[name].named_parameters()}
+    out = dims[output_dim(analysis.linears[name])]
+    own = {f"{name}.{key}" for key, _ in analysis.linears[name].named_parameters()}
     mixed = {factor for mix in record.mixes if mix.module == name for factor in leaves(mix.dim)}
     return (
         size_of(out) >= _LEAST_FEATURES
@@ -109,19 +109,19 @@ def _is_alone(classes: Classes, name: str) -> bool:
 # Matrices of layers that are not those of linears, and why they are not sharded: a plan says so of each.
 
 
-def other_matrices(classes: Classes, model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+def other_matrices(analysis: FactorAnalysis, model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     """By module, why parameters of several dims that have no style are full on each rank.
 
     Args:
         styles: by the name of a module or parameter.
     """
     reasons: dict[str, str] = {}
-    for name in classes.record.parameters:
+    for name in analysis.record.parameters:
         owner = name.rpartition(".")[0]
-        module = classes.modules[owner]
-        is_other = owner not in classes.linears and not isinstance(module, nn.Embedding | ParametrizationList)
-        if is_other and is_in_layer(name, model) and not _has_style(name, styles) and _is_matrix(classes, name):
-            reasons.setdefault(owner, _reason(classes, name))
+        module = analysis.modules[owner]
+        is_other = owner not in analysis.linears and not isinstance(module, nn.Embedding | ParametrizationList)
+        if is_other and is_in_layer(name, model) and not _has_style(name, styles) and _is_matrix(analysis, name):
+            reasons.setdefault(owner, _reason(analysis, name))
     return reasons
 
 
@@ -133,14 +133,14 @@ def _has_style(name: str, styles: Mapping[str, str]) -> bool:
     return bool({name, ".".join(parts[:-1])} & styles.keys()) or any(style.startswith("experts") for style in around)
 
 
-def _is_matrix(classes: Classes, name: str) -> bool:
-    return sum(bool(dim) for dim in classes.record.parameters[name]) > 1
+def _is_matrix(analysis: FactorAnalysis, name: str) -> bool:
+    return sum(bool(dim) for dim in analysis.record.parameters[name]) > 1
 
 
-def _reason(classes: Classes, name: str) -> str:
+def _reason(analysis: FactorAnalysis, name: str) -> str:
     """Of the largest dim what needs all of it."""
-    dims = sorted(classes.record.parameters[name], key=lambda dim: -size_of(dim))
-    factors = [factor for dim in dims for part in classes.parts_of(dim) for factor in part]
-    blocked = [classes.blocked[factor].reason for factor in factors if factor in classes.blocked]
-    kind = type(classes.modules[name.rpartition(".")[0]]).__name__
+    dims = sorted(analysis.record.parameters[name], key=lambda dim: -size_of(dim))
+    factors = [factor for dim in dims for part in analysis.parts_of(dim) for factor in part]
+    blocked = [analysis.blocked[factor].reason for factor in factors if factor in analysis.blocked]
+    kind = type(analysis.modules[name.rpartition(".")[0]]).__name__
     return blocked[0] if blocked else f"no linear sums over what {kind} computes with it"

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from parallelize.base.files.yaml_nodes import MAX_SCALAR
-from parallelize.plan.dims.classes import Classes, output_dim
+from parallelize.plan.dims.factor_analysis import FactorAnalysis, output_dim
 from parallelize.plan.dims.factors import leaves
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import alternatives, generic
@@ -38,11 +38,11 @@ def pattern_rules(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, 
         if len(values) == 1:
             rules |= dict.fromkeys([pattern] if "" not in values else [], values.pop())
         else:
-            rules |= _of_some(pattern, members, styles)
+            rules |= _rules_by_style(pattern, members, styles)
     return _merged(rules)
 
 
-def _of_some(pattern: str, members: list[str], styles: Mapping[str, str]) -> dict[str, str]:
+def _rules_by_style(pattern: str, members: list[str], styles: Mapping[str, str]) -> dict[str, str]:
     """Rules for a pattern whose members differ: one for each style, which lists layers where one number differs.
 
     A number that takes all of its values stays `*`: the plan serves models with more layers.
@@ -193,28 +193,28 @@ def names_of(model: nn.Module) -> list[str]:
 
 
 def vocabulary_rules(
-    classes: Classes, fields: Mapping[str, int], styles: Mapping[str, str], logits: str
+    analysis: FactorAnalysis, fields: Mapping[str, int], styles: Mapping[str, str], logits: str
 ) -> dict[str, str]:
     """Styles by module. fields: of the config. styles: so far. logits: what the head returns, `vocabulary` or
     `full`."""
     tables = {
         name
-        for lookup in classes.record.lookups
-        if isinstance(classes.modules.get(name := lookup.table.rpartition(".")[0]), nn.Embedding)
+        for lookup in analysis.record.lookups
+        if isinstance(analysis.modules.get(name := lookup.table.rpartition(".")[0]), nn.Embedding)
         and lookup.of_tokens
-        and _is_only_looked_up(classes, lookup.dim)
+        and _is_only_looked_up(analysis, lookup.dim)
     }
     if not tables:
         return {}
     vocabulary = fields.get("vocab_size")
-    sizes = {name: classes.modules[name].num_embeddings for name in tables}
+    sizes = {name: analysis.modules[name].num_embeddings for name in tables}
     largest = max(tables, key=lambda name: (sizes[name] == vocabulary, sizes[name], name))
-    rows = classes.modules[largest].num_embeddings
-    sharded = {id(classes.modules[name].weight) for name in tables if sizes[name] == rows}
-    embeddings = {name: module for name, module in classes.modules.items() if isinstance(module, nn.Embedding)}
+    rows = analysis.modules[largest].num_embeddings
+    sharded = {id(analysis.modules[name].weight) for name in tables if sizes[name] == rows}
+    embeddings = {name: module for name, module in analysis.modules.items() if isinstance(module, nn.Embedding)}
     rules = {name: "embedding" for name, module in embeddings.items() if id(module.weight) in sharded}
     full = {id(module.weight) for name, module in embeddings.items() if name not in {*styles, *rules}}
-    for name, linear in classes.linears.items():
+    for name, linear in analysis.linears.items():
         is_head = linear.weight.ndim == 2 and linear.weight.shape[output_dim(linear)] == rows
         # a tie with a table that is not sharded
         if name not in styles and is_head and id(linear.weight) not in full:
@@ -222,5 +222,5 @@ def vocabulary_rules(
     return rules
 
 
-def _is_only_looked_up(classes: Classes, dim: Any) -> bool:
-    return not any(set(leaves(mix.dim)) & set(leaves(dim)) for mix in classes.record.mixes)
+def _is_only_looked_up(analysis: FactorAnalysis, dim: Any) -> bool:
+    return not any(set(leaves(mix.dim)) & set(leaves(dim)) for mix in analysis.record.mixes)

@@ -154,7 +154,7 @@ def _argument_names(model: nn.Module) -> list[str]:
 
 
 def projected(output: Any, targets: Any) -> torch.Tensor:
-    """The sum of all floating outputs, each element with a weight of its own, of which none is zero."""
+    """The sum of all floating outputs, each element with a weight of its own, never zero."""
     total: Any = 0
     for out in floating_in(output):
         numbers = torch.arange(1, out.numel() + 1, dtype=torch.float64, device=out.device)  # from 1: the sine of 0 is 0

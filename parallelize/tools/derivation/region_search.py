@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from parallelize.axes.tensor.watch.child_reads import reads_of_children
-from parallelize.plan.dims.classes import is_convolution
+from parallelize.plan.dims.factor_analysis import is_convolution
 from parallelize.plan.dims.record import HiddenCall, Record
 
 
@@ -69,7 +69,7 @@ def _proposed(
     calls: Mapping[str, HiddenCall],
     styles: Mapping[str, str],
 ) -> ProposedRegion:
-    leave = _after(layers, modules, calls)
+    leave = _final_norm(layers, modules, calls)
     own = {name: style for name, style in styles.items() if name.startswith(layers + ".")}
     flat = {name for name in own if isinstance(modules.get(name), nn.Linear) and name not in calls}
     length = calls[f"{layers}.0"].shape[1]
@@ -87,10 +87,10 @@ def _proposed(
         and name not in styles
         and not any(name == block or name.startswith(block + ".") for block in blocks)
     }
-    other = {name: _of_tokens(styles[name]) for name in flat}
+    other = {name: _style_of_tokens(styles[name]) for name in flat}
     for block in blocks:
         other |= partial_inside(record, block, modules, styles)
-    other |= {name: _with(styles[name], "input=full") for name in full if styles[name].startswith("colwise")}
+    other |= {name: _add_option(styles[name], "input=full") for name in full if styles[name].startswith("colwise")}
     return ProposedRegion(layers, leave, {**blocks, **by_token, **other})
 
 
@@ -102,7 +102,7 @@ def _is_chain(name: str, module: nn.ModuleList, calls: Mapping[str, HiddenCall])
     return len({call.shape for call in chain if call is not None}) == 1
 
 
-def _after(layers: str, modules: Mapping[str, nn.Module], calls: Mapping[str, HiddenCall]) -> str:
+def _final_norm(layers: str, modules: Mapping[str, nn.Module], calls: Mapping[str, HiddenCall]) -> str:
     """The module with parameters that is called on the last layer's result, if it keeps the shape: the final norm."""
     last = calls[f"{layers}.{len(modules[layers]) - 1}"]  # type: ignore[arg-type]
     for name, call in calls.items():
@@ -113,12 +113,12 @@ def _after(layers: str, modules: Mapping[str, nn.Module], calls: Mapping[str, Hi
     return ""
 
 
-def _of_tokens(style: str) -> str:
+def _style_of_tokens(style: str) -> str:
     """The style of a linear that is called on [tokens, width]."""
-    return _with(style, f"{'input' if style.startswith('colwise') else 'output'}=tokens")
+    return _add_option(style, f"{'input' if style.startswith('colwise') else 'output'}=tokens")
 
 
-def _with(style: str, option: str) -> str:
+def _add_option(style: str, option: str) -> str:
     """The style with one more option."""
     word, _, options = style.partition("(")
     return f"{word}({options.rstrip(')')}{', ' if options else ''}{option})"

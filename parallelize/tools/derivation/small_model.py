@@ -1,4 +1,4 @@
-"""The small model of which a forward is recorded, and on which a plan is proven."""
+"""The small model whose forward is recorded, and on which a plan is proven."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ def blame(
     for call in evidence.finished:
         relation = evidence.relation(call)
         if relation is not None and not relation.right:
-            return _at_call(evidence, mode, call, relation.kind, _explanation(relation, configuration))
+            return _difference_at_call(evidence, mode, call, relation.kind, _explanation(relation, configuration))
     error = _first_error(traces)
     if error is not None and error.outside:
         return Difference(str(mode), error.outside, "raised", error.message, slug=error.slug)
     if error is not None:
         failed = next((call for call in reference.calls if call.name == error.module), None)
         if failed is not None and not (failed.name == "" and evidence.was_made(failed)):
-            return replace(_at_call(evidence, mode, failed, "raised", error.message), slug=error.slug)
+            return replace(_difference_at_call(evidence, mode, failed, "raised", error.message), slug=error.slug)
     return _model_output(evidence, mode, errors, error.message if error else "") or blame_gradients(
         evidence, mode, errors
     )
@@ -73,7 +73,7 @@ def _explanation(relation: Relation, configuration: Configuration) -> str:
 # -- suspects ----------------------------------------------------------------------------------------------------------
 
 
-def _at_call(evidence: Evidence, mode: Mode, call: ModuleCall, kind: str, what: str) -> Difference:
+def _difference_at_call(evidence: Evidence, mode: Mode, call: ModuleCall, kind: str, what: str) -> Difference:
     suspects = _suspects(evidence, call, raised=kind == "raised")
     first, others = suspects[0], suspects[1:]
     if first.name != call.name:

@@ -162,7 +162,7 @@ class Configuration:
     def _has_head(self) -> bool:
         """Whether the model has the head whose output the plan keeps sharded along the vocabulary."""
         assert self.plan is not None
-        names = describe(self.model).aliases
+        names = describe(self.model).module_fqns
         rules = [rule for rule in self.plan.rules if rule.style.keeps_vocabulary]
         patterns = [pattern for rule in rules for pattern in alternatives(rule.pattern)]
         return any(matches(pattern, name) for pattern in patterns for name in names)
@@ -220,7 +220,7 @@ def _configurations_of(request: Request, device: str, even: bool) -> list[Config
         if is_styles(request.plan)
         else plan_or_none(model, request.plan, request.mesh.ranks("tp"))
     )
-    if plan is not None and plan.kept:  # PyTorch's styles, applied as they are
+    if plan is not None and plan.unlowered_styles:  # PyTorch's styles, applied as they are
         plan = None
     model = in_dtype(model, DTYPES[request.options.dtype or "float64"])
     perturb(model, request.seed, request.gain)
@@ -231,7 +231,7 @@ def _configurations_of(request: Request, device: str, even: bool) -> list[Config
     lengths = [sequence_length(request.size("tp"))]
     if max(request.size("tp"), request.size("cp")) > 1 and not request.full_size:
         lengths.append(even_length(request.size("tp")))
-    if plan is not None and plan.unclaimed == "leave":  # PyTorch's styles take shards to be equally long
+    if plan is not None and plan.on_unclaimed == "leave":  # PyTorch's styles take shards to be equally long
         lengths = lengths[1:] or lengths
     rows = rows_of(request)
     batches = [

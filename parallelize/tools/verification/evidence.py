@@ -59,21 +59,21 @@ class Evidence:
 
     def row(self, module: str) -> ModuleRow | None:
         """The module's row of the resolved plan."""
-        return self.resolved.modules.get(self.model.aliases.get(module, module)) if self.resolved else None
+        return self.resolved.modules.get(self.model.module_fqns.get(module, module)) if self.resolved else None
 
     def parameter(self, name: str) -> ParameterRow | None:
-        return self.resolved.parameters.get(self.model.owners.get(name, name)) if self.resolved else None
+        return self.resolved.parameters.get(self.model.parameter_fqns.get(name, name)) if self.resolved else None
 
     def weight_layout(self, module: str) -> Layout | None:
         row = self.parameter(f"{module}.weight")
         return row.layout if row is not None else None
 
     def has_parameters(self, module: str) -> bool:
-        facts = self.model.modules.get(self.model.aliases.get(module, module))
+        facts = self.model.modules.get(self.model.module_fqns.get(module, module))
         return facts is not None and bool(facts.shapes)
 
     def is_linear(self, module: str) -> bool:
-        facts = self.model.modules.get(self.model.aliases.get(module, module))
+        facts = self.model.modules.get(self.model.module_fqns.get(module, module))
         return facts is not None and facts.kind in ("linear", "conv1d")
 
     @cached_property

@@ -119,12 +119,12 @@ class _RankModel:
         self._compare_outputs(configuration, reference, errors)
         grad = self.input_gradients.gradient(self.mode.microbatches)
         if grad is not None and reference.inputs is not None:
-            grad = self._over_cp(grad, of_inputs=self.input_gradients.leaf is not None)
+            grad = self._gradient_over_cp(grad, of_inputs=self.input_gradients.leaf is not None)
             expected = configuration.part(reference.inputs, self.data_rank, self.data_size)
             if not _is_scattered(configuration, grad, expected):
                 errors.add("input gradients", error_of(grad, expected))
 
-    def _over_cp(self, grad: T, of_inputs: bool) -> T:
+    def _gradient_over_cp(self, grad: T, of_inputs: bool) -> T:
         """The gradient over all ranks of cp: of inputs a sum, because each rank has all tokens; else a
         concatenation."""
         context = context_of(self.model)
@@ -177,7 +177,7 @@ class _RankModel:
 def _is_scattered(configuration: Configuration, grad: T, expected: T) -> bool:
     """Whether a dict of styles shards the sequence before the place where the gradient is taken."""
     plan = configuration.plan
-    return plan is not None and plan.unclaimed == "leave" and grad.shape != expected.shape
+    return plan is not None and plan.on_unclaimed == "leave" and grad.shape != expected.shape
 
 
 def _output_error(actual: list[T], expected: T) -> float:

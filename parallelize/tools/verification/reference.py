@@ -110,7 +110,7 @@ def is_a_sum(configuration: Configuration, reference: ReferenceValues, bound: fl
 
 
 def _half_norm(gradients: dict[str, T], model: nn.Module) -> float:
-    """Half of the gradients' norm: a limit to which they have to be clipped."""
+    """Half of the gradients' norm: a limit that makes clipping necessary."""
     unique = [gradients[name] for name, _ in model.named_parameters() if name in gradients]
     return 0.5 * float(torch.stack([grad.double().norm() for grad in unique]).norm())
 

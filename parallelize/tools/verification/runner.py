@@ -68,7 +68,7 @@ class HiddenGradients:
 
 
 def hidden_gradients(comparison: Comparison, bound: float) -> HiddenGradients:
-    """The sharded weights of which no batch has a gradient that can be compared."""
+    """The sharded weights without a comparable gradient in any batch."""
     elements = _sharded_weights(comparison)
     trained = {name for name in elements if any(name in values.gradients for values in comparison.references)}
     hidden = [name for name in trained if not any(_is_seen(values, name, bound) for values in comparison.references)]
@@ -258,7 +258,7 @@ def on_threads(request: Request, tell: ProgressCallback) -> RunResult:
             try:
                 by_rank = run_ranks(request.mesh.world_size, body, request.timeout_s)
             except ApplyError as error:
-                results.append(_not_applied(comparison, error))
+                results.append(_result_of_failed_plan(comparison, error))
                 break
             results.append(run.result_of(comparison, by_rank))
         return run.result(results)
@@ -266,7 +266,7 @@ def on_threads(request: Request, tell: ProgressCallback) -> RunResult:
         torch.set_num_threads(num_threads)
 
 
-def _not_applied(comparison: Comparison, error: ApplyError) -> ComparisonResult:
+def _result_of_failed_plan(comparison: Comparison, error: ApplyError) -> ComparisonResult:
     problem = error.problems[0]
     difference = Difference(str(comparison.mode), "parallelize_model", "raised", problem.what, where=problem.where)
     return ComparisonResult(comparison.mode, Errors(failed=problem.what), difference)

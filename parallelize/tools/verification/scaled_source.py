@@ -1,4 +1,4 @@
-"""The small version of a model that is read from a config: of those that its class runs, the one that keeps the most of
+"""The small version of a model that is read from a config: of those that its class can run, the one with the most of
 its structure."""
 
 from __future__ import annotations

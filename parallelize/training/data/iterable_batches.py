@@ -88,9 +88,9 @@ class IterableBatches:
         first, last = self.data_index * per_rank, (self.data_index + 1) * per_rank
         for index, source in enumerate(sources):
             start = index * per_source
-            kept = slice(max(first - start, 0), max(min(last - start, per_source), 0))
-            if kept.start < kept.stop:
-                yield _Part(index, SampleReader(source, self.repeat), per_source, kept)
+            selected = slice(max(first - start, 0), max(min(last - start, per_source), 0))
+            if selected.start < selected.stop:
+                yield _Part(index, SampleReader(source, self.repeat), per_source, selected)
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self._taken(_Samples(self._parts), 1)
@@ -189,12 +189,12 @@ class IterableBatches:
 
 @dataclass
 class _Part:
-    """What this rank takes from one source: in each step, of the next `count` samples those in `kept`."""
+    """What this rank takes from one source: in each step, of the next `count` samples those in `selected`."""
 
     index: int
     reader: SampleReader
     count: int
-    kept: slice
+    selected: slice
 
 
 class _Samples(IterableDataset):
@@ -234,7 +234,7 @@ class _Samples(IterableDataset):
                 following = list(islice(stream, part.count))
                 if len(following) < part.count:
                     return
-                samples += following[part.kept]
+                samples += following[part.selected]
             yield samples, {part.index: reader.state_dict() for part, reader in zip(parts, readers, strict=True)}
 
 

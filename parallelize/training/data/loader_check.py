@@ -58,10 +58,10 @@ def check_loader(loader: Any, mesh: Any) -> None:
             ):
                 pass_them = f"pass {count_name}={count} and {index_name}={index}, or "
                 pass_them = "pass mesh=mesh to it, or " if count_name == "data_ranks" else pass_them
-                raise DataError(_over_world(part, (part_index, part_count), (index, count), pass_them))
+                raise DataError(_over_world_problem(part, (part_index, part_count), (index, count), pass_them))
         dispatched = _dispatched(part)
         if dispatched not in (None, (index, count)):
-            raise DataError(_over_world(part, dispatched, (index, count)))
+            raise DataError(_over_world_problem(part, dispatched, (index, count)))
     _check_how_often(parts, count)
 
 
@@ -113,7 +113,7 @@ def _dispatched(part: Any) -> tuple[int, int] | None:
     return (0, 1) if getattr(part, "submesh_tp", None) is not None else (index, count)
 
 
-def _over_world(part: Any, its: tuple[int, int], here: tuple[int, int], instead: str = "") -> Problem:
+def _over_world_problem(part: Any, its: tuple[int, int], here: tuple[int, int], instead: str = "") -> Problem:
     """its, here: (index, number) of the parts that the loader takes, and of the data ranks."""
     return Problem(
         "loader-over-world",

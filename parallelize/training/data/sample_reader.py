@@ -10,7 +10,7 @@ from typing import Any
 from parallelize.base.errors import CheckpointError, DataError, Problem
 
 Source = Iterable[Any] | Callable[[int], Iterable[Any]]
-"""Samples that can be iterated again and again, or a function of the epoch that returns those of that epoch."""
+"""Samples that can be iterated again and again, or a function from an epoch to its samples."""
 
 
 class SampleReader:
@@ -39,7 +39,7 @@ class SampleReader:
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            for sample in self._of_this_epoch():
+            for sample in self._samples_of_epoch():
                 self.taken += 1
                 yield sample
             if not self.taken and self.repeat:
@@ -51,9 +51,9 @@ class SampleReader:
             if not self.repeat:
                 return
 
-    def _of_this_epoch(self) -> Iterator[Any]:
+    def _samples_of_epoch(self) -> Iterator[Any]:
         self._state = self._own_state()
-        source: Any = self._of_function() if callable(self.source) else self.source
+        source: Any = self._source_from_function() if callable(self.source) else self.source
         _check_kind(source, self._state)
         # a copy: a source that was told where to begin may begin there in later epochs too
         source = self._iterated = _copied(source) if _says_where(source) else source
@@ -62,7 +62,7 @@ class SampleReader:
             return iter(source)
         return itertools.islice(source, self.taken, None)
 
-    def _of_function(self) -> Any:
+    def _source_from_function(self) -> Any:
         source: Any = self.source(self.epoch)  # type: ignore[operator]
         check_samples(source, "what a function of the epoch returns")
         if is_read_once(source):

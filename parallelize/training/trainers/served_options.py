@@ -81,9 +81,9 @@ def refuse_options(trainer: Any, args: Any, keywords: dict[str, Any]) -> None:
     """
     rows = (
         *_everywhere(args, keywords),
-        *_on_stages(trainer, args, keywords),
-        *_over_sequences(trainer, args, keywords),
-        *_on_logits(trainer, args),
+        *_refused_on_stages(trainer, args, keywords),
+        *_refused_over_cp(trainer, args, keywords),
+        *_refused_with_logits(trainer, args),
     )
     refused = [row for row in rows if row.applies]
     if refused:
@@ -122,7 +122,7 @@ def _everywhere(args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
         )
 
 
-def _on_logits(trainer: Any, args: Any) -> Iterator[_Refused]:
+def _refused_with_logits(trainer: Any, args: Any) -> Iterator[_Refused]:
     """Settings that read logits in a way of their own, of which a rank may have a part, or none."""
     resolved = resolution_of(trainer.parallel.module)
     if resolved is None or not (resolved.options.loss_parallel or resolved.options.fuse_loss):
@@ -132,7 +132,7 @@ def _on_logits(trainer: Any, args: Any) -> Iterator[_Refused]:
     yield _Refused("torch_compile with sharded or deferred logits", args.torch_compile, f"{fix}; or {_COMPILED}")
 
 
-def _on_stages(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
+def _refused_on_stages(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
     """Settings that pipeline stages do not serve: a stage runs a part of the model, and the last one computes the
     loss."""
     if not trainer.has_stages:
@@ -151,13 +151,13 @@ def refuse_own_losses(trainer: Any) -> None:
     Raises: ModelError `trainer-option`.
     """
     keywords = {"compute_loss_func": trainer.compute_loss_func}
-    refused = [row for row in _on_stages(trainer, trainer.args, keywords) if row.applies]
+    refused = [row for row in _refused_on_stages(trainer, trainer.args, keywords) if row.applies]
     if refused:
         what = f"{refused[0].setting} is not served by {type(trainer).__name__}"
         raise ModelError(Problem("trainer-option", what, fix=refused[0].fix))
 
 
-def _over_sequences(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
+def _refused_over_cp(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
     """Settings that read labels and logits of the same tokens: over `cp` logits are those of a rank, labels those of
     all."""
     if trainer.parallel.mesh is None or mesh_spec(trainer.parallel.mesh).ranks("cp") == 1:

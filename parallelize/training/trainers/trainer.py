@@ -190,7 +190,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         stock: Any = super()
         batches, count = stock.get_batch_samples(epoch_iterator, num_batches, device)
         self._rows, self._forwards = [_num_rows(batch) for batch in batches], 0
-        return batches, count if count is None else self._over_data_ranks(torch.as_tensor(count, device=device))
+        return batches, count if count is None else self._sum_over_data_ranks(torch.as_tensor(count, device=device))
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> T:
         """Forward and backward of one batch.
@@ -213,7 +213,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
             checked_parts(self, num_items_in_batch) if first else nullcontext(),
         ):
             loss = stock.training_step(model, inputs, num_items_in_batch)
-        return self._over_data_ranks(over_sequences(loss, self.mesh))
+        return self._sum_over_data_ranks(over_sequences(loss, self.mesh))
 
     def _step_of_stages(self, model: Any, inputs: dict[str, Any]) -> T:
         """The stages of a pipeline run a step together; the last one computes the loss."""
@@ -251,7 +251,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
             batches.count = own
 
     def _positioned(self) -> Any:
-        """The position of the next forward in training, of which dropout is a function, whatever the mesh."""
+        """The position of the next forward in training. Dropout is a function of it, on every mesh."""
         clock, state = self.parallel.pipeline.clock, cast(Any, self).state
         number, self._forwards = self._forwards, self._forwards + 1
         if clock is None or number >= len(self._rows):
@@ -260,7 +260,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         first = data_ranks * sum(self._rows[:number]) + index * self._rows[number]
         return clock.at(Position(state.global_step, first, self._rows[number]))
 
-    def _over_data_ranks(self, value: T) -> T:
+    def _sum_over_data_ranks(self, value: T) -> T:
         """The sum over the data ranks."""
         group = data_group(self.mesh)
         if group is None:
@@ -285,7 +285,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         return stock.floating_point_ops(inputs) / (spec.ranks("tp") * spec.ranks("cp"))
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """The stock count is a sum over all ranks, of which those of one data rank have the same tokens."""
+        """The stock count is a sum over all ranks, though the ranks of one data rank have the same tokens."""
         stock: Any = super()
         state = cast(Any, self).state
         before = state.num_input_tokens_seen
@@ -356,7 +356,7 @@ def _optimizer_class(cls: Any, options: dict[str, Any]) -> Any:
 
 
 class BackwardWindow:
-    """`accumulate_gradients` over several calls, of which each says whether it is the last one.
+    """`accumulate_gradients` over several calls; each says whether it is the last one.
 
     Args:
         module: the model.

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.checkpoint.format import folders
-from parallelize.checkpoint.hub.adapter_folder import save_adapter
+from parallelize.checkpoint.hub.adapter_folder import has_adapters, read_adapters, save_adapter
 from parallelize.checkpoint.hub.export import save_pretrained
 from parallelize.checkpoint.hub.pretrained import load_pretrained
 from parallelize.checkpoint.run.checkpointer import Checkpointer
@@ -126,7 +125,7 @@ def _is_resumable(folder: Path) -> bool:
 
 
 def _newest(output_dir: Path) -> Path:
-    """The newest checkpoint of which everything was written. Raises: CheckpointError `no-checkpoint`."""
+    """The newest complete checkpoint. Raises: CheckpointError `no-checkpoint`."""
     steps: dict[int, Path] = {}
     for path in output_dir.glob("checkpoint-*"):
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)
@@ -167,7 +166,7 @@ _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 def write_weights(parallel: Any, folder: Path) -> None:
     """Write weights and config into a folder, in place of earlier ones. A collective; all ranks write.
 
-    Of a model with adapters of PEFT, these alone, as PEFT writes them.
+    Of a model with adapters, these alone: see `save_adapter`.
 
     Raises: CheckpointError as `save_pretrained` or `save_adapter`.
     """
@@ -177,7 +176,7 @@ def write_weights(parallel: Any, folder: Path) -> None:
         if first:
             shutil.rmtree(writing, ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
-    save = save_adapter if _has_adapters(parallel) else save_pretrained
+    save = save_adapter if has_adapters(parallel.module) else save_pretrained
     save(parallel, writing)
     with agree_on(parallel.mesh):
         if first:
@@ -196,23 +195,7 @@ def read_weights(parallel: Any, folder: Path) -> None:
     if not folder.is_dir():
         what = "there is no folder of this name to load weights from"
         raise CheckpointError(Problem("missing-file", what, str(folder), fix="the path of a checkpoint of this run"))
-    if _has_adapters(parallel):
-        _read_adapters(parallel.module, folder)
+    if has_adapters(parallel.module):
+        read_adapters(parallel.module, folder)
     else:
         load_pretrained(parallel.module, folder)
-
-
-def _has_adapters(parallel: Any) -> bool:
-    return hasattr(parallel.module, "peft_config")
-
-
-def _read_adapters(model: Any, folder: Path) -> None:
-    """PEFT writes the adapter `default` into the folder itself, and others into one of their name."""
-    from peft import set_peft_model_state_dict
-
-    for name in model.peft_config:
-        file = (folder if name == "default" else folder / name) / "adapter_model.safetensors"
-        if not file.is_file():
-            what = f"there are no weights of the adapter {name}"
-            raise CheckpointError(Problem("missing-file", what, str(file), fix="the path of a checkpoint of this run"))
-        set_peft_model_state_dict(model, load_file(file), adapter_name=name)

@@ -59,7 +59,7 @@ class TrainerEvaluation:
     def _full(self, value: Any) -> Any:
         """Predictions of full sequences, with all of the vocabulary. A collective over `tp` and `cp` where they are
         sharded."""
-        return _of_all_tokens(self.parallel, value.full_tensor() if isinstance(value, ShardedLogits) else value)
+        return _gather_tokens(self.parallel, value.full_tensor() if isinstance(value, ShardedLogits) else value)
 
     def _gather(self, tensors: Any) -> Any:
         """Of each tensor, the rows of all data ranks, in the order of the data set."""
@@ -147,7 +147,7 @@ def _divisible(inputs: dict[str, Any], count: int) -> tuple[dict[str, Any], int]
     return {name: longer(name, value) for name, value in inputs.items()} if more else inputs, size
 
 
-def _of_all_tokens(parallel: Any, value: Any) -> Any:
+def _gather_tokens(parallel: Any, value: Any) -> Any:
     """The tokens of all ranks of `cp`. A collective. Raises: ModelError `trainer-option` for what has no dim of
     tokens."""
     context = context_of(parallel.module)

@@ -28,7 +28,7 @@ from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
 from parallelize.checkpoint.tools.file_check import verify_checkpoint
 from parallelize.checkpoint.tools.from_hub import from_hub
-from parallelize.checkpoint.tools.reshape import TargetSharding, owners, reshape_checkpoint
+from parallelize.checkpoint.tools.reshape import TargetSharding, reshape_checkpoint, written_boxes
 from parallelize.checkpoint.tools.to_hub import to_hub
 from parallelize.cli import main
 from tests.checkpoint import checkpoint_jobs as jobs
@@ -158,7 +158,7 @@ def test_tensors_are_sharded_as_a_run_on_that_mesh_saves_them(saved, two_process
 )
 def test_every_element_has_one_owner_on_the_stage_it_belongs_to(shape, sharding):
     mesh = MeshSpec(pp=2, dp_replicate=2, dp=2, tp=3)
-    owned = list(owners("w", shape, 4, sharding, mesh))
+    owned = list(written_boxes("w", shape, 4, sharding, mesh))
     file = SavedTensor("w", "F32", shape, tuple(_slice(rank, box) for rank, box in owned))
     check_tensors([file], "here")
     ranks = {rank for rank, _ in owned}
@@ -180,7 +180,7 @@ def test_rows_are_sharded_as_they_are_stored_with_padding():
     """Two chunks of 3 rows: rank 0 of tp stores 4 rows; rank 1 stores 2, padded to 4, of which the first rank of dp has
     2."""
     layout = packed((6, 2), 0, 2, [Chunk(3), Chunk(3)])
-    owned = list(owners("w", (6, 2), 4, TargetSharding(0, layout, "dp"), MeshSpec(dp=2, tp=2)))
+    owned = list(written_boxes("w", (6, 2), 4, TargetSharding(0, layout, "dp"), MeshSpec(dp=2, tp=2)))
     assert [(rank, box[0]) for rank, box in owned] == [(0, (0, 2)), (2, (3, 5)), (1, (2, 3)), (1, (5, 6))]
 
 

@@ -20,7 +20,7 @@ from parallelize.launch.config.resumed_keys import COMPARED, EFFECT, POSITION, R
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.loop.build_run import RunEnvironment, build_run
-from parallelize.launch.loop.resumed_run import RECORD, _of_model, differences_of
+from parallelize.launch.loop.resumed_run import RECORD, _changes_of_model, differences_of
 from parallelize.launch.loop.run_optimizer import FileOptions, build_schedule_of
 from parallelize.launch.preflight.mesh_choice import ChosenMesh
 from parallelize.plan.options import NAMES
@@ -306,11 +306,11 @@ def test_a_model_is_the_same_on_every_mesh(axes):
 
     def body(rank):
         parallel = parallelize_model(copies[rank], build_mesh("cpu", **axes))
-        return list(_of_model(RunConfig().model, saved, model_metadata(parallel.module)))
+        return list(_changes_of_model(RunConfig().model, saved, model_metadata(parallel.module)))
 
     assert run_ranks(2, body) == [[], []]
     changed = {**saved, "config": saved["config"].replace('"hidden_act": "silu"', '"hidden_act": "gelu"')}
-    assert [each.key for each in _of_model(RunConfig().model, changed, saved)] == ["model.set.hidden_act"]
+    assert [each.key for each in _changes_of_model(RunConfig().model, changed, saved)] == ["model.set.hidden_act"]
 
 
 def test_arguments_that_need_state_which_was_not_saved_are_refused(saved):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 
@@ -19,7 +21,7 @@ from tests.matrix.feature import feature
 from tests.matrix.kinds import IGNORED, logits_of, summed_loss
 from tests.matrix.sides import Side
 
-NOT_BY_HAND = {"stage-by-hand": "a stage of a pipeline runs in `step`"}
+NOT_BY_HAND = {"stage-called-alone": "a stage of a pipeline runs in `step`"}
 
 
 def by_hand(side: Side, number: int = 0, **options: float) -> None:
@@ -71,6 +73,16 @@ def accumulated_by_hand(side: Side) -> None:
         with accumulate_gradients(side.model):
             by_hand(side, 0)
             by_hand(side, 1)
+
+
+@feature()
+def steps_in_one_block(side: Side) -> None:
+    """`parallel.step` twice, whose sums over ranks may be made at once."""
+    side.place()
+    with nullcontext() if side.alone else accumulate_gradients(side.model):
+        side.step(0)
+        side.step(1)
+    side.update()
 
 
 @feature(refused=NOT_BY_HAND, needs={"text"})

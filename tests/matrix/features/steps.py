@@ -9,9 +9,6 @@ from tests.matrix.feature import feature
 from tests.matrix.kinds import IGNORED, LENGTH, ROWS
 from tests.matrix.sides import Side
 
-POSITIONS_IN_FULL = {"positions-over-cp": "positions that the forward makes itself"}
-
-
 @feature()
 def targets(side: Side) -> None:
     side.place()

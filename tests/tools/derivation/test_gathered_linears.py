@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize import derive_plan
-from parallelize.plan.dims.classes import Classes
+from parallelize.plan.dims.factor_analysis import FactorAnalysis
 from parallelize.plan.dims.trace import record_forward
 from parallelize.tools.derivation.gathered_linears import gathered_linears, is_sharded, layer_share, without_alike
 from tests.tools.derivation.own_models import Mlp
@@ -97,10 +97,10 @@ class Layer(nn.Module):
 
 def test_what_is_not_gathered():
     layers = nn.Sequential(Layer())
-    classes = Classes(record_forward(layers, (torch.randn(2, 4, WIDTH),)), layers)
-    assert set(gathered_linears(classes, layers, {})) == {"0.closing.up"}
-    assert gathered_linears(classes, layers, {"0.closing": "experts"}) == {}  # whose style computes with it
-    assert gathered_linears(classes, layers, {}, partial={"0.closing.up.weight"}) == {}
+    analysis = FactorAnalysis(record_forward(layers, (torch.randn(2, 4, WIDTH),)), layers)
+    assert set(gathered_linears(analysis, layers, {})) == {"0.closing.up"}
+    assert gathered_linears(analysis, layers, {"0.closing": "experts"}) == {}  # whose style computes with it
+    assert gathered_linears(analysis, layers, {}, partial={"0.closing.up.weight"}) == {}
 
 
 def test_pairs_that_shard_enough_are_left_alone():

@@ -12,7 +12,7 @@ from parallelize import derive_plan
 from parallelize.base.errors import ModelError
 from parallelize.plan.choose import shipped_plan_of
 from parallelize.plan.dims import operations
-from parallelize.plan.dims.classes import Classes
+from parallelize.plan.dims.factor_analysis import FactorAnalysis
 from parallelize.plan.models.example_inputs import inputs_of
 from parallelize.plan.models.model_source import source_of
 from parallelize.plan.plan_file import parse_plan
@@ -175,14 +175,14 @@ def test_a_missing_check_of_full_activations(monkeypatch):
         def forward(self, x):
             return self.down(self.up(x) * self.gate(x))
 
-    monkeypatch.setattr(Classes, "_read_beside", lambda self, candidate: "")
+    monkeypatch.setattr(FactorAnalysis, "_read_beside", lambda self, candidate: "")
     monkeypatch.setattr(derive, "MAX_ROUNDS", 1)
     with refused(ModelError, "nothing-to-shard"):
         derive_plan(Gate(), softmaxed())
 
 
 def test_a_gradient_that_is_partial_and_not_said_to_be(monkeypatch):
-    monkeypatch.setattr(Classes, "partial_of", lambda self, factors, columns: set())
+    monkeypatch.setattr(FactorAnalysis, "partial_of", lambda self, factors, columns: set())
 
     class Scaled(nn.Module):
         def __init__(self):

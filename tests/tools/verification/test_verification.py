@@ -34,7 +34,7 @@ def changed(family: str, pattern: str, style: str | None):
     plan = load_plan(family)
     assert any(rule.pattern == pattern for rule in plan.rules)
     rules = [r if r.pattern != pattern else style and replace(r, style=parse_style(style)) for r in plan.rules]
-    return replace(plan, rules=tuple(rule for rule in rules if rule), unclaimed="replicate")
+    return replace(plan, rules=tuple(rule for rule in rules if rule), on_unclaimed="replicate")
 
 
 def worst(result: Verification) -> float:

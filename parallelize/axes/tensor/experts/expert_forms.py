@@ -6,7 +6,7 @@
     that, summed over the ranks -> the output of the stock call
 
 Stacked experts do all of this themselves. Those whose weights are in modules inside are called here in the order of
-experts, each of which gets its rows: no weight is indexed, whose gradient would be as large as that of all experts.
+experts, each of which gets its rows. No weight is indexed: its gradient would be as large as that of all experts.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _sizes(choices: T, count: int) -> list[int]:
 
 
 def even_sizes(total: int, count: int) -> list[int]:
-    """`total` in `count` numbers, of which no two differ by more than one."""
+    """`total` as a sum of `count` numbers that differ by at most one."""
     return [total // count + (n < total % count) for n in range(count)]
 
 

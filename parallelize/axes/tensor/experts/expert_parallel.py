@@ -67,7 +67,7 @@ class ExpertRanks:
         if self.etp == 1:
             return {}
         part = self.group.rank // (self.group.size // self.etp)
-        return {"down_proj_bias": partial(_in_its_place, before=part, after=self.etp - 1 - part)}
+        return {"down_proj_bias": partial(_pad_bias_part, before=part, after=self.etp - 1 - part)}
 
 
 def whole_experts(form: ExpertForm, ranks: ExpertRanks) -> Callable:
@@ -143,7 +143,7 @@ def _pairs(choices: T, first: int, stop: int, count: int) -> tuple[T, T, T]:
     return rows, slots, choices[rows, slots].long() - first
 
 
-def _in_its_place(bias: T, before: int, after: int) -> T:
+def _pad_bias_part(bias: T, before: int, after: int) -> T:
     """A part of a bias, [experts, hidden / parts], with zeros for the parts before and after it: [experts, hidden]."""
     width = bias.shape[1]
     return F.pad(bias, (before * width, after * width))

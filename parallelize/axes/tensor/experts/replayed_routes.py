@@ -273,8 +273,8 @@ class RecordedRoutes:
         assert self._rows is not None, "the model is called, not a part of it"
         choices = choices_of(module, args, kwargs).detach()
         indices = self._rows.indices(len(choices), choices.device)
-        seen = torch.where(indices < 0, -1, indices + self._first)
-        self._parts.append((layer, seen, choices.to(torch.int32, copy=True)))
+        sequence_indices = torch.where(indices < 0, -1, indices + self._first)
+        self._parts.append((layer, sequence_indices, choices.to(torch.int32, copy=True)))
 
     def gather(self, local: bool = False) -> T:
         """The routes of all data ranks, on every rank.

@@ -160,7 +160,7 @@ class _ReplacedChoices(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _TOPK:
-            scores, k = _of_topk(*args, **kwargs)
+            scores, k = _topk_arguments(*args, **kwargs)
             if self._are_scores(scores):
                 return self._choose(scores, k, lambda: func(*args, **kwargs).indices)
         elif func in _MASKED_FILL and args and self._are_scores(args[0]):
@@ -171,7 +171,7 @@ class _ReplacedChoices(TorchFunctionMode):
         return x.ndim == 2 and x.shape[1] == self.router.count
 
     def _without_mask(self, scores: T, mask: T, value: Any) -> tuple[T, T, Any]:
-        """The arguments of `masked_fill`, by which nothing is left out for tokens whose choices are replaced."""
+        """The arguments of `masked_fill` with a mask that leaves nothing out for tokens whose choices are replaced."""
         return scores, mask & (self.replacing(scores)[:, :1] < 0), value
 
     def _choose(self, scores: T, k: int, choose: Callable[[], T]) -> Any:
@@ -205,7 +205,7 @@ class _ReplacedChoices(TorchFunctionMode):
         return self._replacing
 
 
-def _of_topk(input: T, k: int, *_: Any, **__: Any) -> tuple[T, int]:  # by the names of torch
+def _topk_arguments(input: T, k: int, *_: Any, **__: Any) -> tuple[T, int]:  # by the names of torch
     return input, k
 
 
@@ -318,16 +318,16 @@ class ReplacedMaxima(TorchFunctionMode):
         self.maxima += 1
         if kind != (1 if self.training else 0):
             return largest
-        replacing = self._of_choice(scores, n).view_as(largest.indices)
+        replacing = self._nth_choice(scores, n).view_as(largest.indices)
         return torch.return_types.max((largest.values, self.decide(replacing, largest.indices)))
 
     def _unmasked(self, scores: T, mask: T) -> T:
         """The mask, which leaves no expert out that is chosen."""
-        replacing = self._of_choice(scores, self.masks)[:, None]
+        replacing = self._nth_choice(scores, self.masks)[:, None]
         self.masks += 1
         return torch.where(replacing < 0, mask, mask.scatter(1, replacing.clamp(min=0), False))
 
-    def _of_choice(self, scores: T, n: int) -> T:
+    def _nth_choice(self, scores: T, n: int) -> T:
         """[tokens]: the n-th replacing choices; -1 after the last, where the router is another one than the head of the
         file says."""
         replacing = self.replacing(scores)

@@ -16,12 +16,10 @@ from parallelize.axes.tensor.dtensor_boundary import (
     refuse_hidden_states,
     return_dtensor,
 )
-from parallelize.axes.tensor.experts.adapted_experts import adapted_experts, adapted_matrix
 from parallelize.axes.tensor.experts.expert_forms import form_of
 from parallelize.axes.tensor.experts.expert_parallel import ExpertRanks, num_choices, scaled_experts, whole_experts
 from parallelize.axes.tensor.experts.expert_tensor_parallel import allow_any_width, dense_experts, split_experts
 from parallelize.axes.tensor.experts.shared_expert_overlap import compute_overlapped
-from parallelize.axes.tensor.install.adapted_layers import adapted_forward, bias_of_first_rank, deferred_with_adapter
 from parallelize.axes.tensor.layers.attention_layers import replicated_multihead, sharded_multihead, ulysses_attention
 from parallelize.axes.tensor.layers.embedding import vocabulary_embedding
 from parallelize.axes.tensor.layers.norms import (
@@ -54,6 +52,7 @@ from parallelize.axes.tensor.watch.child_reads import children_read
 from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.axes.vocabulary.loss.losses import deferred_head, mark_deferred
 from parallelize.base.layout import of_elements
+from parallelize.base.providers import provider
 from parallelize.comm.groups import Group, group_for
 from parallelize.comm.handshake import InputCheck
 from parallelize.ops import collectives as ops
@@ -99,7 +98,7 @@ class Installer:
         self.pending_reductions, self.call_sites = pending_reductions, call_sites
         self.inputs = inputs
         self.overlap = Overlap()
-        self.region = EvenShards(tp, group) if resolved.plan.unclaimed == "leave" else Region(group)
+        self.region = EvenShards(tp, group) if resolved.plan.on_unclaimed == "leave" else Region(group)
         self.orders = {fqn: order for order, fqn in enumerate(resolved.parameters)}
         self.subgroups: dict[tuple[int, ...], Group] = {}
         self.shared_conversions: dict[int | None, SharedConversion] = {}  # by the dim that they gather; None copies
@@ -126,7 +125,7 @@ class Installer:
     # -- parameters -----------------------------------------------------------------------------------------------
 
     def _parameter(self, fqn: str, key: str) -> ParameterRow:
-        return self.resolved.parameters[self.model.owners[f"{fqn}.{key}" if fqn else key]]
+        return self.resolved.parameters[self.model.parameter_fqns[f"{fqn}.{key}" if fqn else key]]
 
     def _slot(self, fqn: str, key: str) -> Slot:
         row = self._parameter(fqn, key)
@@ -166,9 +165,9 @@ class Installer:
     def _install(
         self, module: nn.Module, slots: tuple[Slot, ...], row: ModuleRow | None, read: tuple[str, ...]
     ) -> None:
-        """read: children of which the module's own forward reads full parameters."""
+        """read: children whose full parameters the module's own forward reads."""
         planned = ModuleRuntime(slots, module.__dict__.get("forward"))
-        forward = _of_children(module, read)
+        forward = _forward_reading_children(module, read)
         if row is not None:
             contract = row.contract
             planned.enter = self._input_conversion(row)
@@ -215,7 +214,7 @@ class Installer:
             convert = self._choice_conversion(contract) if is_split else None
             return split_experts(form_of(module), self.group, convert, facts.num_experts)
         if not is_split:
-            return _of_children(module, read)
+            return _forward_reading_children(module, read)
         forwards: dict[str, Callable[[], Callable | None]] = {
             "embedding": lambda: vocabulary_embedding(module, self.group, planned.leave if contract.dtensors else None),
             "rms_norm": lambda: sharded_rms_norm(self.group),
@@ -227,11 +226,11 @@ class Installer:
             "multihead": lambda: sharded_multihead(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
             "dense experts": lambda: dense_experts if contract.enter is Conversion.GATHER_SEQUENCE else None,
-            "bias of first rank": lambda: bias_of_first_rank(self.group),
+            "bias of first rank": lambda: provider("adapted_layers").bias_of_first_rank(self.group),
         }
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)
-        return forwards[contract.compute]() if contract.compute in forwards else _of_children(module, read)
+        return forwards[contract.compute]() if contract.compute in forwards else _forward_reading_children(module, read)
 
     def install_added(self) -> None:
         """Install what was added to a planned model: `model` has the facts of these modules alone."""
@@ -266,13 +265,16 @@ class Installer:
             key = getattr(module, "parameter_name", "")
             parameter = self._parameter(layer, self.resolved.facts.modules[layer].stacked.get(key, (key,))[0])
             layout = of_elements(parameter.layout, parameter.fact.packs)
-            return adapted_experts(module, self.model.objects[layer], layout, self._rank(parameter))
+            return provider("adapted_experts").adapted_experts(
+                module, self.model.objects[layer], layout, self._rank(parameter)
+            )
         if hasattr(module, "parameter_name"):
-            return adapted_matrix(module, self.model.objects[layer])
+            return provider("adapted_experts").adapted_matrix(module, self.model.objects[layer])
         if contract.defers_logits:
-            raise deferred_with_adapter(row.fqn)
+            raise provider("adapted_layers").deferred_with_adapter(row.fqn)
         is_split = self.group.size > 1 and contract.is_linear
-        return adapted_forward(module, self.group, converts=is_split, sums=is_split and contract.traits.sums_output)
+        sums = is_split and contract.traits.sums_output
+        return provider("adapted_layers").adapted_forward(module, self.group, converts=is_split, sums=sums)
 
     def _input_conversion(self, row: ModuleRow) -> Callable | None:
         if row.contract.dtensors:
@@ -310,7 +312,7 @@ class Installer:
         return bound[conversion]()
 
     def _shared_conversion(self, conversion: Conversion, dim: int) -> SharedConversion:
-        """The one object by which all modules of the model do this conversion."""
+        """The object that does this conversion for all modules of the model."""
         key = None if conversion is Conversion.COPY else dim
         if key not in self.shared_conversions:
             convert = (
@@ -427,7 +429,7 @@ class Installer:
         return installed(module) or ModuleRuntime((), module.__dict__.get("forward"))
 
 
-def _of_children(module: nn.Module, read: tuple[str, ...]) -> Callable | None:
+def _forward_reading_children(module: nn.Module, read: tuple[str, ...]) -> Callable | None:
     """The forward of a module that reads the parameters of its children; None: `install` selects one."""
     if isinstance(module, nn.MultiheadAttention):
         return replicated_multihead

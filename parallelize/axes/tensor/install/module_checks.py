@@ -60,7 +60,7 @@ def problems_of_modules(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[P
     for fqn, parameter_row in resolved.parameters.items():
         if not parameter_row.plain:
             yield from _wrong_with_parameter(fqn, model.root.get_parameter(fqn))
-    if resolved.plan.unclaimed != "leave":
+    if resolved.plan.on_unclaimed != "leave":
         yield from foreign_readers(resolved, model)
 
 

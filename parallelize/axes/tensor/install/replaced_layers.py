@@ -48,7 +48,7 @@ def plan_replaced_layers(model: nn.Module) -> None:
     Raises: ModelError `added-parameter`, on every rank.
     """
     record = record_of(model)
-    if record is None or record.group.size == 1 or record.resolved.plan.unclaimed == "leave":
+    if record is None or record.group.size == 1 or record.resolved.plan.on_unclaimed == "leave":
         return
     facts = describe(model)
     names = list(_later_layers(record, facts))
@@ -116,7 +116,7 @@ def _with_new_facts(before: ModelFacts, now: ModelFacts, names: list[str]) -> Mo
     new = set(names)
     stay: dict[str, ParameterFacts] = {}
     for fact in before.parameters.values():
-        kept = tuple(name for name in fact.names if name in now.owners and name.rpartition(".")[0] not in new)
+        kept = tuple(name for name in fact.names if name in now.parameter_fqns and name.rpartition(".")[0] not in new)
         if kept:
             stay[kept[0]] = replace(fact, names=kept)
     parameters = {
@@ -127,9 +127,14 @@ def _with_new_facts(before: ModelFacts, now: ModelFacts, names: list[str]) -> Mo
     modules = {
         name: now.modules[name] if name in new else before.modules.get(name, now.modules[name]) for name in now.modules
     }
-    owners = {alias: fact.fqn for fact in parameters.values() for alias in fact.names}
+    parameter_fqns = {alias: fact.fqn for fact in parameters.values() for alias in fact.names}
     return replace(
-        before, modules=modules, objects=now.objects, aliases=now.aliases, parameters=parameters, owners=owners
+        before,
+        modules=modules,
+        objects=now.objects,
+        module_fqns=now.module_fqns,
+        parameters=parameters,
+        parameter_fqns=parameter_fqns,
     )
 
 
@@ -170,7 +175,9 @@ def _replaced(resolved: ResolvedPlan, facts: ModelFacts, rows: TensorRows) -> Re
     parameters: dict[str, ParameterRow] = {}
     for row in resolved.parameters.values():
         names = tuple(
-            name for name in row.fact.names if facts.owners.get(name) in facts.parameters and name not in _new(rows)
+            name
+            for name in row.fact.names
+            if facts.parameter_fqns.get(name) in facts.parameters and name not in _new(rows)
         )
         if names:
             parameters[names[0]] = replace(row, fact=replace(row.fact, names=names))
@@ -213,7 +220,7 @@ def _resize(self: Any, *args: Any, **kwargs: Any) -> Any:
     for get, put in _ENDS:
         module = getattr(self, get)()
         if module is not None and id(module) in names:
-            getattr(self, put)(_with_full_parameters(self, module, names[id(module)], full))
+            getattr(self, put)(_unplanned_copy(self, module, names[id(module)], full))
     return getattr(type(self), _NAME)(self, *args, **kwargs)
 
 
@@ -223,10 +230,10 @@ def _is_served(model: nn.Module, ends: list[nn.Module]) -> bool:
         return False
     planned = [installed(module) for module in ends]
     has_own = any(each is None or each.stock is not None for each in planned)
-    return not has_own and record.resolved.options.overlap == "off" and record.resolved.plan.unclaimed != "leave"
+    return not has_own and record.resolved.options.overlap == "off" and record.resolved.plan.on_unclaimed != "leave"
 
 
-def _with_full_parameters(model: nn.Module, module: nn.Module, name: str, full: dict[int, nn.Parameter]) -> nn.Module:
+def _unplanned_copy(model: nn.Module, module: nn.Module, name: str, full: dict[int, nn.Parameter]) -> nn.Module:
     """A module of the same class and attributes, that no plan has seen. full: by id of the parameter, so that ties
     stay."""
     plain = module.__class__.__new__(module.__class__)

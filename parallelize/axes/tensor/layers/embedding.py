@@ -28,7 +28,7 @@ def check_embedding(module: Any, fqn: str) -> None:
 
 
 def vocabulary_embedding(module: Any, group: Group, leave: Callable | None = None) -> Callable:
-    """A forward for an embedding of which each rank stores some rows.
+    """A forward for an embedding whose rows are divided among ranks.
 
     It runs the module's own forward on the ids of local rows. Other ids give zeros; the sum over ranks is the lookup.
 

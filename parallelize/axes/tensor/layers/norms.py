@@ -238,7 +238,7 @@ def sharded_channel_norm(module: Any, layout: Layout, group: Group) -> Callable:
 
 
 def divided_statistics(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Problem]:
-    """Batch norms of which no rank has a range of channels as large as that of any other, so that statistics cannot be
+    """Batch norms whose channels the ranks divide into ranges of different sizes, so that statistics cannot be
     exchanged."""
     for fqn, row in resolved.modules.items():
         weight = resolved.parameters.get(f"{fqn}.weight")

@@ -72,7 +72,7 @@ def match_styles(module: nn.Module, styles: Any, strict: bool = True) -> list[tu
     for name, _, style in matched:
         if isinstance(style, ModuleStyle):
             try:
-                style.check(facts.modules[facts.aliases[name]], names[name])
+                style.check(facts.modules[facts.module_fqns[name]], names[name])
             except ModelError as error:
                 problems += error.problems
     if strict:
@@ -195,12 +195,12 @@ class _Ties:
     """Parameters that several modules share: after one module's is replaced, the others get the same one."""
 
     def __init__(self, root: nn.Module):
-        owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        slots: dict[int, list[tuple[nn.Module, str]]] = {}
         for owner in root.modules():
             for key, parameter in owner._parameters.items():
                 if parameter is not None:
-                    owners.setdefault(id(parameter), []).append((owner, key))
-        self.groups = [group for group in owners.values() if len(group) > 1]
+                    slots.setdefault(id(parameter), []).append((owner, key))
+        self.groups = [group for group in slots.values() if len(group) > 1]
 
     def restore(self, changed: nn.Module) -> None:
         """Give the DTensor of a module that was changed to the modules that are tied to it."""

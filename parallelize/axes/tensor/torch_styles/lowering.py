@@ -1,7 +1,7 @@
 """Lowers a dict of style objects into a plan: rules with contracts, wherever a style means the same.
 
 A plan has what a dict lacks: overlap, fused loss, `explain`, `verify`, checkpoints by plan. A dict with a style that
-cannot be lowered is applied as it is (`Plan.kept`). Parameters that no style names stay plain.
+cannot be lowered is applied as it is (`Plan.unlowered_styles`). Parameters that no style names stay plain.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parallelize.plan.choose import plan_of, plan_or_none
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import for_model, layers_of
-from parallelize.plan.schema import Cuts, KeptStyle, Plan, Rule
+from parallelize.plan.schema import Cuts, Plan, Rule, UnloweredStyle
 from parallelize.plan.styles import pytorch  # noqa: F401, so that its words are known
 from parallelize.plan.styles.style import StyleText
 from parallelize.state.records import facts_of, record_of
@@ -46,7 +46,7 @@ def plan_of_styles(module: nn.Module, plan: Any, strict: bool = True, tp: int = 
 def passes_dtensors(plan: Plan) -> str:
     """Why DTensors pass between modules, where collectives then cannot overlap with matmuls; empty where they do
     not."""
-    reasons = [f"{item.fqn or 'the model'}: {item.reason}" for item in plan.kept if item.reason]
+    reasons = [f"{item.fqn or 'the model'}: {item.reason}" for item in plan.unlowered_styles if item.reason]
     blocks = (f"{rule.pattern or 'the model'}: code may read the gathered input" for rule in read_by_code(plan))
     norms = (rule for rule in plan.rules if rule.style.traits.by_token and "output_type" in rule.style.options)
     return "; ".join([*reasons, *blocks, *(f"code may read the DTensor that {rule.pattern} returns" for rule in norms)])
@@ -70,26 +70,27 @@ class _Lowering:
 
     def run(self) -> Plan:
         blocks = [match for match in self.matched if isinstance(match[2], PrepareModuleInput)]
-        others = [match for match in self.matched if not isinstance(match[2], PrepareModuleInput)]
+        other_matches = [match for match in self.matched if not isinstance(match[2], PrepareModuleInput)]
         # what a block gathers decides how its linears begin
-        texts = [(fqn, style, self._style(fqn, target, style)) for fqn, target, style in [*blocks, *others]]
+        texts = [(fqn, style, self._style(fqn, target, style)) for fqn, target, style in [*blocks, *other_matches]]
         reasons = {(fqn, id(style)): text for fqn, style, text in texts if isinstance(text, str)}
-        plan = replace(self._own_sections(), name="styles", options=Options(), source="", unclaimed="leave")
+        plan = replace(self._own_sections(), name="styles", options=Options(), source="", on_unclaimed="leave")
         if not reasons:
             rules = (
-                Rule(self.facts.aliases[fqn], text, "style") for fqn, _, text in texts if not isinstance(text, str)
+                Rule(self.facts.module_fqns[fqn], text, "style") for fqn, _, text in texts if not isinstance(text, str)
             )
             return replace(plan, rules=tuple(rules))
-        kept = (
-            KeptStyle(fqn, style, spelled(style), reasons.get((fqn, id(style)), "")) for fqn, _, style in self.matched
+        unlowered = (
+            UnloweredStyle(fqn, style, spelled(style), reasons.get((fqn, id(style)), ""))
+            for fqn, _, style in self.matched
         )
-        return replace(plan, kept=tuple(kept))
+        return replace(plan, unlowered_styles=tuple(unlowered))
 
     def _own_sections(self) -> Plan:
         """What the model's own plan says about axes other than `tp`, where this is the model that it is for."""
         own = plan_or_none(self.module, None)
         own = for_model(own, self.facts) if own is not None else None
-        if own is None or layers_of(own) not in self.facts.aliases:
+        if own is None or layers_of(own) not in self.facts.module_fqns:
             return Plan("", ())
         cuts, region = own.cuts, own.layers_region
         if cuts is None and region is not None:
@@ -151,8 +152,12 @@ class _Lowering:
         code."""
         sources = [_text(layout) for layout in style.input_layouts[:1]]
         desired = [_text(layout) for layout in style.desired_input_layouts[:1]]
-        others = (*style.input_layouts[1:], *style.input_kwarg_layouts.values())
-        if desired != ["replicate"] or not sources[0].startswith("dim") or any(layout is not None for layout in others):
+        other_layouts = (*style.input_layouts[1:], *style.input_kwarg_layouts.values())
+        if (
+            desired != ["replicate"]
+            or not sources[0].startswith("dim")
+            or any(layout is not None for layout in other_layouts)
+        ):
             return "it does more than gather its first input"
         readers = readers_of_input(target.__class__) if _is_stock(target) else None
         linears = [getattr(target, name, None) for name in readers or ()]
@@ -202,20 +207,20 @@ class _Lowering:
         return sum(inner is module for _, inner in self.module.named_modules(remove_duplicate=False)) == 1
 
     def _kind(self, fqn: str) -> str:
-        return self.facts.modules[self.facts.aliases[fqn]].kind
+        return self.facts.modules[self.facts.module_fqns[fqn]].kind
 
     def _is_head(self, fqn: str) -> bool:
         """Whether a module makes the logits: the last linear outside of layers, with a row for each token of the first
         table."""
         tables = [facts for facts in self.facts.modules.values() if facts.kind == "embedding"]
         linears = [
-            facts for name, facts in self.facts.modules.items() if facts.kind == "linear" and not _in_layers(name)
+            facts for name, facts in self.facts.modules.items() if facts.kind == "linear" and not _is_in_layers(name)
         ]
-        facts = self.facts.modules[self.facts.aliases[fqn]]
+        facts = self.facts.modules[self.facts.module_fqns[fqn]]
         return bool(tables and linears) and facts is linears[-1] and facts.weight_shape[0] == tables[0].weight_shape[0]
 
 
-def _in_layers(fqn: str) -> bool:
+def _is_in_layers(fqn: str) -> bool:
     return any(part.isdigit() for part in fqn.split("."))
 
 

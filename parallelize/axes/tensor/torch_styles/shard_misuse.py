@@ -70,7 +70,7 @@ def refuse_training_of_unclaimed(resolved: ResolvedPlan, model: ModelFacts) -> N
 
     Their values are right on every rank, so that such a dict serves for inference; their gradients are parts of a sum.
     """
-    if resolved.plan.unclaimed != "leave":
+    if resolved.plan.on_unclaimed != "leave":
         return
     for block in _blocks(resolved, model):
         names = _readers(resolved, model, block)
@@ -99,7 +99,7 @@ def _divided(column: str, block: str) -> Problem:
 def _blocks(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[_Block]:
     if resolved.mesh.ranks("tp") == 1:
         return
-    columns, rows = map(_by_parent, linears_of(resolved, model))
+    columns, rows = map(_linears_by_parent, linears_of(resolved, model))
     for fqn, children in columns.items():
         block = model.objects.get(fqn)
         if block is None or "forward" in block.__dict__:
@@ -109,11 +109,15 @@ def _blocks(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[_Block]:
         if names and summed:
             cls: Any = type(block)
             in_order = isinstance(block, nn.Sequential) and cls.forward is nn.Sequential.forward
-            reads = shard_reads(cls, names, summed, elementwise) if not in_order else _in_order(block, names, summed)
+            reads = (
+                shard_reads(cls, names, summed, elementwise)
+                if not in_order
+                else _readers_in_sequential(block, names, summed)
+            )
             yield _Block(fqn, reads)
 
 
-def _in_order(block: nn.Module, columns: frozenset[str], rows: frozenset[str]) -> ShardReads:
+def _readers_in_sequential(block: nn.Module, columns: frozenset[str], rows: frozenset[str]) -> ShardReads:
     """Of an `nn.Sequential`, whose children are called one after another: those between a column and a row linear."""
     readers, is_shard = set(), False
     for name, _ in block.named_children():
@@ -124,7 +128,7 @@ def _in_order(block: nn.Module, columns: frozenset[str], rows: frozenset[str]) -
     return ShardReads(frozenset(readers))
 
 
-def _by_parent(names: list[str]) -> dict[str, list[str]]:
+def _linears_by_parent(names: list[str]) -> dict[str, list[str]]:
     """Names of modules -> the last parts of the names of linears in them."""
     children: dict[str, list[str]] = {}
     for name in map(layer_name, names):
@@ -142,8 +146,8 @@ def linears_of(resolved: ResolvedPlan, model: ModelFacts) -> tuple[list[str], li
             columns += [] if contract.returns_dtensor or contract.defers_logits else [name]
         elif contract.traits.sums_output:
             rows.append(name)
-    for item in resolved.plan.kept:
-        name, style = model.aliases.get(item.fqn, ""), item.style
+    for item in resolved.plan.unlowered_styles:
+        name, style = model.module_fqns.get(item.fqn, ""), item.style
         if name in model.modules and isinstance(style, RowwiseParallel):
             rows.append(name)
         elif name in model.modules and isinstance(style, ColwiseParallel) and style.use_local_output:
@@ -161,7 +165,7 @@ def _is_packed(resolved: ResolvedPlan, column: str) -> bool:
 def _readers(resolved: ResolvedPlan, model: ModelFacts, block: _Block) -> list[str]:
     """The parameters that read the shards of a block and that are full on each rank. The bias of a row linear is added
     to the sum."""
-    styled = {item.fqn for item in resolved.plan.kept}
+    styled = {item.fqn for item in resolved.plan.unlowered_styles}
     names = []
     for name in _parameters_in(block, model):
         row = resolved.parameters.get(name)  # None under the second name of a tied parameter
@@ -185,7 +189,7 @@ def _parameters_in(block: _Block, model: ModelFacts) -> Iterator[str]:
 
 def _unclear(resolved: ResolvedPlan, model: ModelFacts, block: _Block) -> list[str]:
     """Those of them that a plan replicates without a word on their gradient."""
-    if resolved.plan.unclaimed == "leave":
+    if resolved.plan.on_unclaimed == "leave":
         return []
     rows = resolved.parameters
     return [
@@ -214,7 +218,11 @@ def watch_first_forwards(resolved: ResolvedPlan, model: ModelFacts) -> None:
     opaque = {name for name, row in resolved.modules.items() if row.contract.decides_inside}
     # a linear in float8 scales by the largest value that this rank has
     opaque |= {name for name in resolved.modules if is_float8_linear(model.objects[name])}
-    opaque |= {model.aliases[item.fqn] for item in resolved.plan.kept if item.fqn in model.aliases and item.fqn}
+    opaque |= {
+        model.module_fqns[item.fqn]
+        for item in resolved.plan.unlowered_styles
+        if item.fqn in model.module_fqns and item.fqn
+    }
     first = FirstForwards(makers, frozenset(opaque), entries)
     for name in {*makers, *opaque, *entries} & model.objects.keys():
         mark_applied(model.objects[name], name=name)
@@ -240,14 +248,14 @@ def _makers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[tuple[str, Sh
     for name, row in resolved.modules.items():
         if row.contract.leave in _MAKE_TOKENS and row.contract.sequence_dim == 1:
             yield name, ShardMaker("sequence", 1)
-    for item in resolved.plan.kept:
+    for item in resolved.plan.unlowered_styles:
         style = item.style
         if isinstance(style, RowwiseParallel) and style.use_local_output and style.output_layouts == (Shard(1),):
-            yield model.aliases.get(item.fqn, item.fqn), ShardMaker("sequence", 1)
+            yield model.module_fqns.get(item.fqn, item.fqn), ShardMaker("sequence", 1)
 
 
 def _features(resolved: ResolvedPlan, column: str) -> ShardMaker | None:
-    """The shard that a column linear returns; None where its parts have several sizes, of which nothing is followed."""
+    """The shard that a column linear returns; None where its parts have several sizes: these are not followed."""
     facts = resolved.facts.modules.get(column)
     row = resolved.parameters.get(f"{column}.{facts.weight_key if facts is not None else 'weight'}")
     if row is None or column not in resolved.modules or row.layout.dim is None:

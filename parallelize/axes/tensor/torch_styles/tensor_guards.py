@@ -25,7 +25,9 @@ def _is_on_tp(model: Guarded) -> bool:
 
 def _has_local_modules(model: Guarded) -> bool:
     """Whether styles of this package compute with local tensors in some module."""
-    return model.plan is not None and any(isinstance(item.style, ModuleStyle) for item in model.plan.plan.kept)
+    return model.plan is not None and any(
+        isinstance(item.style, ModuleStyle) for item in model.plan.plan.unlowered_styles
+    )
 
 
 add_guards(

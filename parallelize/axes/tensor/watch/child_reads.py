@@ -96,8 +96,8 @@ def _reads_in(model: ModelFacts, fqn: str) -> Iterator[tuple[ChildRead, str]]:
         cls: Any = type(owner)
         for key in (item.parameter, *_read_by(cls, item.parameter)):
             name = ".".join(filter(None, (fqn, item.child, key)))
-            if owner._parameters.get(key) is not None and name in model.owners:
-                yield item._replace(parameter=key), model.owners[name]
+            if owner._parameters.get(key) is not None and name in model.parameter_fqns:
+                yield item._replace(parameter=key), model.parameter_fqns[name]
 
 
 def _reads_below(module: nn.Module, method: str = "forward") -> Iterator[ChildRead]:
@@ -133,7 +133,7 @@ def _read_by(cls: Any, method: str) -> tuple[str, ...]:
     if tree is None:
         return ()
     own = [own_attribute(node, receiver(tree)) for node in ast.walk(tree)]
-    own += _READ_BY_TORCH if any(_of_super(node) == "forward" for node in ast.walk(tree)) else ()
+    own += _READ_BY_TORCH if any(_super_attribute(node) == "forward" for node in ast.walk(tree)) else ()
     return tuple(dict.fromkeys(filter(None, own)))
 
 
@@ -149,7 +149,7 @@ def children_read(resolved: ResolvedPlan, model: ModelFacts, fqn: str) -> tuple[
     shown = [item.child for item, row in reads if not row.plain and (item.is_direct or row.layout.dim is None)]
     for child, container in _parameter_containers(model.objects[fqn]):
         names = (".".join(filter(None, (fqn, child, key))) for key, _ in container.named_parameters(recurse=False))
-        if any(not resolved.parameters[model.owners[name]].plain for name in names):
+        if any(not resolved.parameters[model.parameter_fqns[name]].plain for name in names):
             shown.append(child)
     return tuple(dict.fromkeys(shown))
 
@@ -198,7 +198,7 @@ def reads_of_children(cls: Any, method: str = "forward") -> tuple[ChildRead, ...
         for node in ast.walk(tree):
             if called := own_attribute(node, own):
                 pending.append((called, cls.__mro__))
-            elif called := _of_super(node):
+            elif called := _super_attribute(node):
                 pending.append((called, cls.__mro__[cls.__mro__.index(base) + 1 :]))
     return tuple(dict.fromkeys(found))
 
@@ -239,7 +239,7 @@ def _is_harmless(node: ast.Attribute, parent: ast.AST) -> bool:
     )
 
 
-def _of_super(node: ast.AST) -> str:
+def _super_attribute(node: ast.AST) -> str:
     """The name in `super().name`; empty for any other expression."""
     value = node.value if isinstance(node, ast.Attribute) else None
     is_super = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super"
@@ -252,5 +252,5 @@ def _shards_parts(resolved: ResolvedPlan, model: ModelFacts, fqn: str) -> bool:
     if row is not None and row.contract.computes_by_heads:
         return out is None or not out.contract.traits.sums_output
     names = [f"{fqn}.{key}" if fqn else key for key, _ in model.objects[fqn].named_parameters()]
-    rows = [resolved.parameters[model.owners[name]] for name in names]
+    rows = [resolved.parameters[model.parameter_fqns[name]] for name in names]
     return any(row.layout.dim is not None or row.partial for row in rows)

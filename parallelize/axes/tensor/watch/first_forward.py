@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from parallelize.axes.tensor.planned_forward import installed
-from parallelize.axes.tensor.watch.shard_dims import Kind, ShardDim, refuse_adapters, refuse_kept
+from parallelize.axes.tensor.watch.shard_dims import Kind, ShardDim, refuse_adapters, refuse_kept_shards
 from parallelize.axes.tensor.watch.shard_follower import ShardFollower
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.state.later_changes import is_of_packages
@@ -56,7 +56,7 @@ class FirstForwards:
             watched.
         entries: the modules whose input conversions enter a sequence-parallel region.
         sequence_dim: of the region.
-        watched: the modes, training or not, of which a forward was watched.
+        watched: the modes (training or not) in which a forward was watched.
         hooks: by name of a module, what begins its watch. Those of parts of the model end with its first watched
             forward.
     """
@@ -214,6 +214,6 @@ class _Watch:
     def _end(self, module: nn.Module, _: Any, output: Any) -> None:
         self.undo.close()
         if output is not None:
-            refuse_kept(self.mode.given, output)
+            refuse_kept_shards(self.mode.hooked_shards, output)
         if output is not None and (self.mode.has_tokens or not self.first.entries):  # None: the forward failed
             self.first.end(self.prefix.rstrip("."), module.training)

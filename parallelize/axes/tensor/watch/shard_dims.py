@@ -26,7 +26,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class ShardDim:
-    """The dim of a tensor of which this rank has a part.
+    """The sharded dim of a tensor: this rank has a part of it.
 
     Attributes:
         kind: what is sharded: the tokens of sequences, or the features of a column linear.
@@ -163,15 +163,15 @@ def _added_parameter(which: str) -> ModelError:
     return ModelError(Problem("added-parameter", what, fix=fix))
 
 
-class Given(NamedTuple):
-    """A shard that forward hooks of the user on the module `name` were given, or made of it."""
+class HookedShard(NamedTuple):
+    """A shard that a forward hook of the user on the module `name` got as an argument, or made of one."""
 
     tensor: weakref.ref[torch.Tensor]
     kind: Kind
     name: str
 
 
-def refuse_kept(given: Iterable[Given], output: Any) -> None:
+def refuse_kept_shards(hooked_shards: Iterable[HookedShard], output: Any) -> None:
     """Refuse a hook that kept a shard, which code after the forward would take for the full tensor.
 
     Args:
@@ -180,7 +180,7 @@ def refuse_kept(given: Iterable[Given], output: Any) -> None:
     Raises: ModelError `kept-shard`.
     """
     returned = {id(leaf) for leaf in private.tree_leaves(output)}
-    for reference, kind, name in given:
+    for reference, kind, name in hooked_shards:
         x = reference()
         if x is None or id(x) in returned or not _is_referred_to(x):
             continue

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize.axes.tensor.planned_forward import is_shape_error, misread_shard
 from parallelize.axes.tensor.watch.child_reads import reads_parameter
-from parallelize.axes.tensor.watch.shard_dims import Given, ShardDim, refuse_added
+from parallelize.axes.tensor.watch.shard_dims import HookedShard, ShardDim, refuse_added
 from parallelize.axes.tensor.watch.shard_operations import Call, mixes, scrambles, shard_of_result
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.package import FOLDER
@@ -53,11 +53,11 @@ class ShardFollower(TorchFunctionMode):
         self.num_opaque = 0
         self.has_tokens = False
         self.hooked = ""  # the module whose forward hooks of the user run now
-        self.given: list[Given] = []  # shards that such hooks were given, or made of them
+        self.hooked_shards: list[HookedShard] = []  # arguments and results of such hooks
 
     def note(self, x: T) -> None:
         """A hook of the user has this shard."""
-        self.given.append(Given(weakref.ref(x), self.shards[x].kind, self.hooked))
+        self.hooked_shards.append(HookedShard(weakref.ref(x), self.shards[x].kind, self.hooked))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -89,13 +89,13 @@ class ShardFollower(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            owners = self.modules or [self.root]
+            running = self.modules or [self.root]
             if _MIXED in str(error):
                 names = [name for name, p in self.root.named_parameters() if any(p is x for x in tensors)]
                 if names:
-                    raise reads_parameter(owners[-1], names[0], _place(_model_code(sys._getframe(2)))) from error
+                    raise reads_parameter(running[-1], names[0], _place(_model_code(sys._getframe(2)))) from error
             if any(x in self.shards for x in tensors) and is_shape_error(error):
-                raise misread_shard(owners[-1], error) from error
+                raise misread_shard(running[-1], error) from error
             raise
 
     def _is_derived(self, value: Any) -> bool:

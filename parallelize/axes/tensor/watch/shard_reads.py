@@ -280,7 +280,7 @@ class _Code:
         subject = receiver if by_method else values[0] if values else _NONE
         if name in _ELEMENTWISE:
             return _Value(is_shard or by_method, subject.features)
-        if subject.features and not self.branches and (name in _NORMALIZES or _over_last(name, node, by_method)):
+        if subject.features and not self.branches and (name in _NORMALIZES or _is_over_last_dim(name, node, by_method)):
             if name in _DIVIDES:
                 self.divided |= subject.features
             elif name in _MIXES | _NORMALIZES:
@@ -316,7 +316,7 @@ def _sums_or_gathers(name: str) -> bool:
     return "gather" in name or "reduce" in name
 
 
-def _over_last(name: str, node: ast.Call, by_method: bool) -> bool:
+def _is_over_last_dim(name: str, node: ast.Call, by_method: bool) -> bool:
     """Whether the dim of a call is a literal that means the last one: -1, or for parts also 2, of [batch, tokens,
     features]."""
     dims = [keyword.value for keyword in node.keywords if keyword.arg in ("dim", "axis")]

@@ -284,7 +284,7 @@ def token_log_probs(logits: T, ids: T, *, temperature: float = 1.0, ignore_index
     Cost: forward, one all-gather of 4 values per token over the tp group. Backward, grad ([c = id] - p_c) / temperature
         without communication; for `DeferredLogits` one all-reduce of the gradient of the hidden states.
     """
-    return _of_logits(logits, ids, temperature, ignore_index, entropy=False)[0]
+    return _statistics_of_logits(logits, ids, temperature, ignore_index, entropy=False)[0]
 
 
 def token_entropy(logits: T, *, temperature: float = 1.0) -> T:
@@ -299,7 +299,7 @@ def token_entropy(logits: T, *, temperature: float = 1.0) -> T:
     Cost: as `token_log_probs`, with 5 values per token.
     """
     ids = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-    entropies = _of_logits(logits, ids, temperature, -100, entropy=True)[1]
+    entropies = _statistics_of_logits(logits, ids, temperature, -100, entropy=True)[1]
     assert entropies is not None
     return entropies
 
@@ -316,7 +316,7 @@ def token_log_probs_and_entropy(
     Raises: as `token_log_probs`.
     Cost: one all-gather of 5 values per token; one gradient of the logits for both.
     """
-    log_probs, entropies = _of_logits(logits, ids, temperature, ignore_index, entropy=True)
+    log_probs, entropies = _statistics_of_logits(logits, ids, temperature, ignore_index, entropy=True)
     assert entropies is not None
     return log_probs, entropies
 
@@ -355,7 +355,9 @@ def linear_token_log_probs(
     return log_probs, entropies
 
 
-def _of_logits(logits: T, ids: T, temperature: float, ignore_index: int, *, entropy: bool) -> tuple[T, T | None]:
+def _statistics_of_logits(
+    logits: T, ids: T, temperature: float, ignore_index: int, *, entropy: bool
+) -> tuple[T, T | None]:
     _check_temperature(temperature)
     if isinstance(logits, DeferredLogits) and (deferred := logits.deferred) is not None:
         return deferred.token_statistics(ids, ignore_index, temperature, entropy=entropy)

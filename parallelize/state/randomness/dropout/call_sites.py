@@ -101,7 +101,7 @@ class DropoutSites:
     def dropout(self, x: torch.Tensor, p: float, call_site: str, inplace: bool) -> torch.Tensor:
         """Dropout of an activation with the global mask."""
         with private.plain_calls():
-            keep = self._mask(x.shape, x.device, p, call_site, self._of_activation)
+            keep = self._mask(x.shape, x.device, p, call_site, self._layout_of_activation)
             return drop(x, keep, p, inplace)
 
     def attention(self, call_site: str, query: Any, key: Any, value: Any, p: float, **options: Any) -> Any:
@@ -111,7 +111,7 @@ class DropoutSites:
                 what = f"attention of shape {list(query.shape)}"
                 raise no_global_mask(what, "call it with [batch, heads, ..]", call_site)
             shape = torch.Size((*query.shape[:-1], key.shape[-2]))
-            keep = self._mask(shape, query.device, p, call_site, self._of_attention)
+            keep = self._mask(shape, query.device, p, call_site, self._layout_of_attention)
             return attention(query, key, value, keep, p, **options)
 
     def of_weights(self, call_site: str, query: torch.Tensor, key: torch.Tensor, p: float) -> WeightDropout:
@@ -120,7 +120,7 @@ class DropoutSites:
         stream, forward = self.clock.call(call_site)
         layout = self.layouts.get(call_site)
         if layout is None:
-            layout = self._of_attention(torch.Size((*query.shape[:-1], key.shape[-2])), call_site)
+            layout = self._layout_of_attention(torch.Size((*query.shape[:-1], key.shape[-2])), call_site)
             self.layouts[call_site] = layout
         position, heads = forward.position, query.shape[1]
         first = first_row(query.shape[:1], position.batch_offset, position.batch_size)
@@ -131,7 +131,7 @@ class DropoutSites:
         key, forward = self.clock.call(call_site)
         position = forward.position
         if call_site not in self.layouts:
-            self.layouts[call_site] = self._of_draw(shape, position.batch_size, line)
+            self.layouts[call_site] = self._layout_of_draw(shape, position.batch_size, line)
         layout = self.layouts[call_site]
         if layout.kind == "sequence" and private.backward_id() == -1:
             assert self.region is not None
@@ -175,7 +175,7 @@ class DropoutSites:
 
     # -- layouts of activations -----------------------------------------------------------------------------------
 
-    def _of_activation(self, shape: torch.Size, call_site: str) -> ActivationLayout:
+    def _layout_of_activation(self, shape: torch.Size, call_site: str) -> ActivationLayout:
         if self.size == 1:
             return ActivationLayout("full")
         if self.last is None:
@@ -185,14 +185,14 @@ class DropoutSites:
         if columns is not None:
             return columns
         if len(shape) == 4 and shape[2] == shape[3]:  # attention weights of a forward that computes them itself
-            return self._of_attention(shape, call_site)
+            return self._layout_of_attention(shape, call_site)
         raise no_global_mask(
             f"an activation of shape {list(shape)} after a column linear of {self.last.widest} local features",
             "put dropout on the linear's own output, on attention weights, or after the row linear",
             call_site,
         )
 
-    def _of_draw(self, shape: torch.Size, rows: int | None, line: str) -> ActivationLayout:
+    def _layout_of_draw(self, shape: torch.Size, rows: int | None, line: str) -> ActivationLayout:
         """Of numbers for rows, or for the step, all ranks of tp have all; of others those for the activations there."""
         if self.size == 1 or math.prod(shape) in (1, rows):
             return ActivationLayout("full")
@@ -200,11 +200,11 @@ class DropoutSites:
             what = f"random numbers of shape {list(shape)}, first drawn after forwards that drew none,"
             raise no_place(what, line)
         try:
-            return self._of_activation(shape, line)
+            return self._layout_of_activation(shape, line)
         except ModelError as error:
             raise no_place(f"random numbers of shape {list(shape)} between column and row linears", line) from error
 
-    def _of_attention(self, shape: torch.Size, call_site: str) -> ActivationLayout:
+    def _layout_of_attention(self, shape: torch.Size, call_site: str) -> ActivationLayout:
         if self.size == 1 or self.last is None:
             if self.region is not None and self.region.inside is not None:
                 raise no_global_mask("attention on a sequence shard", "give the block a `gather` rule", call_site)

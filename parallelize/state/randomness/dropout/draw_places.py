@@ -70,16 +70,16 @@ def order_of(shape: torch.Size, rows: int | None, tokens: int | None, whole: int
     ndim = len(shape)
     batch = _batch_dim(shape, rows)
     if tokens is None:
-        return _without_tokens(shape, batch)
+        return _order_without_tokens(shape, batch)
     if rows and ndim and batch in (None, 0) and shape[0] == rows * tokens and shape[0] != rows:
         return Order(tuple(range(ndim)), (rows, tokens, math.prod(shape[1:])), True, True)
     found = [dim for dim in range(ndim) if dim != batch and shape[dim] == tokens]
     if whole in shape and not found:
-        return _without_tokens(shape, batch)
+        return _order_without_tokens(shape, batch)
     if not found or (len(found) > 1 and ndim > 3):
         each = math.prod(shape) // (shape[batch] if batch is not None and shape[batch] else 1)
         if not found and (each == 1 or ndim < 3 or batch is None):
-            return _without_tokens(shape, batch)
+            return _order_without_tokens(shape, batch)
         what = (
             f"random numbers of shape {list(shape)}, where this rank has {tokens} of the {whole} tokens of each "
             "sequence,"
@@ -95,7 +95,7 @@ def order_of(shape: torch.Size, rows: int | None, tokens: int | None, whole: int
     )
 
 
-def _without_tokens(shape: torch.Size, batch: int | None) -> Order:
+def _order_without_tokens(shape: torch.Size, batch: int | None) -> Order:
     dims = tuple(range(len(shape)))
     if batch is None:
         return Order(dims, (1, *shape), False)

@@ -41,7 +41,7 @@ from parallelize.state.randomness.dropout.drawn_numbers import (
 T = torch.Tensor
 
 _thread = threading.local()  # `running`: the model whose forward runs in this thread, or None
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module -> the model that it belongs to, for recomputes
+_model_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module -> the model that it belongs to, for recomputes
 
 
 class RunningModel:
@@ -83,14 +83,14 @@ class RunningModel:
         root = self.root() if self.root is not None else None
         for fqn, module in root.named_modules() if root is not None else ():
             self.names[module] = fqn
-            _owners[module] = weakref.ref(self)
+            _model_of[module] = weakref.ref(self)
 
 
 def _serve(name: str, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """The result of an operation that draws; NotImplemented where PyTorch's own generator is to be used."""
     again = private.backward_id() != -1
     running: RunningModel | None = getattr(_thread, "running", None)
-    if (running is None and not (again and _owners)) or kwargs.get("generator") is not None:
+    if (running is None and not (again and _model_of)) or kwargs.get("generator") is not None:
         return NotImplemented
     device = _device(args, kwargs)
     if device.type == "meta":
@@ -108,7 +108,7 @@ def _is_owned(module: nn.Module) -> bool:
 
 
 def _owner(module: nn.Module) -> RunningModel | None:
-    reference = _owners.get(module)
+    reference = _model_of.get(module)
     return None if reference is None else reference()
 
 
@@ -193,7 +193,7 @@ _BY_GENERATOR = (
     *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "rrelu_with_noise_"),
 )
 OPERATIONS = (*IN_PLACE, *_SERVED, *_BY_GENERATOR, "randperm.generator_out")
-"""The operations of aten by which all others draw, apart from fused dropout, which a model's dropout replaces."""
+"""The operations of aten that all others draw with, apart from fused dropout: a model's dropout replaces that."""
 
 
 # -- draw calls ------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def draw_call(is_known: Callable[[nn.Module], bool], again: bool) -> DrawCall | 
 
 
 def _called(frame: FrameType) -> nn.Module | None:
-    """The module whose call, or whose pass as a recomputed unit, this frame is."""
+    """The module that this frame calls, or runs as a recomputed unit."""
     name, file = frame.f_code.co_name, frame.f_code.co_filename
     if name == "_call_impl" and file == _MODULES:
         return frame.f_locals["self"]

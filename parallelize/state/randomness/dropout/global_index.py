@@ -80,7 +80,7 @@ class ActivationLayout:
             local: the tokens of this rank, over `cp`.
         """
         if local is not None:
-            return self._over_cp(shape, batch, local, device)
+            return self._indices_over_cp(shape, batch, local, device)
         first = first_row(shape, *batch)
         if self.kind == "full":
             row_size = math.prod(shape[1:])
@@ -111,12 +111,12 @@ class ActivationLayout:
         run = IndexRun(0, self.rank * local_tokens * token_size, local_tokens * token_size)
         return _offsets(batch, (tokens or 0) * token_size, device, first), [run]
 
-    def _over_cp(
+    def _indices_over_cp(
         self, shape: torch.Size, batch: tuple[int, int | None], local: LocalTokens, device: torch.device
     ) -> tuple[torch.Tensor, list[IndexRun]]:
         is_shard = self.kind == "sequence"
         tokens = -(-local.count // self.size) if is_shard else local.count
-        rows, token_shape = _by_token(shape, tokens)
+        rows, token_shape = _rows_and_token_shape(shape, tokens)
         first = first_row(torch.Size((rows,)), *batch)
         if self.kind == "features":
             return self._features_of_tokens(first, rows, token_shape, local, device)
@@ -144,7 +144,7 @@ class ActivationLayout:
         return runs
 
 
-def _by_token(shape: torch.Size, tokens: int) -> tuple[int, tuple[int, ...]]:
+def _rows_and_token_shape(shape: torch.Size, tokens: int) -> tuple[int, tuple[int, ...]]:
     """(batch rows, shape of a token) of an activation [batch, tokens, ..] or [batch times tokens, hidden]."""
     if len(shape) == 2 and tokens and shape[0] % tokens == 0:
         return shape[0] // tokens, shape[1:]

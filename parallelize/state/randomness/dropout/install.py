@@ -74,7 +74,7 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
             inner.__dict__["forward"] = MethodType(scoped_forward, inner)
     record = record_of(module)
     if record is not None and sites.size > 1:
-        sites.layouts |= _before_adapters(module, record)
+        sites.layouts |= _adapter_dropout_layouts(module, record)
     install_draw_hooks(module, sites, _columns(module), masks=True)
     mark_applied(module, dropout_clock=sites.clock)
     return sites.clock
@@ -151,11 +151,11 @@ def _layout_changes(record: PlanRecord) -> Iterator[tuple[str, ColumnOutput | No
     sharded: dict[str, Layout] = {}
     unsharded = []
     rows = record.resolved.parameters
-    owners = {name: row for row in rows.values() for name in row.fact.names}
+    row_of = {name: row for row in rows.values() for name in row.fact.names}
     for fqn, row in record.resolved.modules.items():
-        weight = owners.get(f"{fqn}.{record.resolved.facts.modules[fqn].weight_key}")
+        weight = row_of.get(f"{fqn}.{record.resolved.facts.modules[fqn].weight_key}")
         traits, leave = row.contract.traits, row.contract.leave
-        used = [owners[name] for key in ("weight", *row.contract.uses) if (name := f"{fqn}.{key}") in owners]
+        used = [row_of[name] for key in ("weight", *row.contract.uses) if (name := f"{fqn}.{key}") in row_of]
         layout = next((parameter.layout for parameter in used if parameter.layout.dim is not None), None)
         if traits.splits_output and leave is Conversion.NONE and layout is not None:
             sharded[fqn] = layout
@@ -171,7 +171,7 @@ def _layout_changes(record: PlanRecord) -> Iterator[tuple[str, ColumnOutput | No
     yield from ((fqn, None) for fqn in unsharded)
 
 
-def _before_adapters(module: nn.Module, record: PlanRecord) -> dict[str, ActivationLayout]:
+def _adapter_dropout_layouts(module: nn.Module, record: PlanRecord) -> dict[str, ActivationLayout]:
     """The layouts of what adapters drop of: the input of the linear beside them, after its conversion."""
     group, layouts = record.group, {}
     for name, row in record.resolved.modules.items():
@@ -218,7 +218,7 @@ def unknown_layouts(resolved: ResolvedPlan | None) -> list[Problem]:
     sequence = (Conversion.SCATTER_SEQUENCE, Conversion.GATHER_SEQUENCE)
     rows = resolved.modules.values()
     shards_sequence = any(row.contract.enter in sequence or row.contract.leave in sequence for row in rows)
-    if not resolved.plan.kept and (resolved.regions or not shards_sequence):
+    if not resolved.plan.unlowered_styles and (resolved.regions or not shards_sequence):
         return []
     what = "a dict of style objects that shards the sequence, or that is applied as PyTorch does"
     return list(no_global_mask(what, "a plan file with `sequence_parallel:`, or dropout rates of 0").problems)
@@ -280,7 +280,7 @@ def _refuse_uninstalled(module: nn.Module, _: Any) -> None:
         return
     dropping = modules_that_drop(module).items()
     names = [fqn for fqn, inner in dropping if inner.training and applied(inner).dropout is None]
-    if names and (unplaceable := unknown_layouts(resolution_of(module))):  # for which install_dropout is refused
+    if names and (unplaceable := unknown_layouts(resolution_of(module))):  # install_dropout refuses these
         raise ModelError(*unplaceable)
     if names:
         what = (

@@ -151,7 +151,7 @@ class Clock:
         again = private.backward_id() != -1
         forward = self.replayed if again else self.now
         if forward is None:
-            raise _outside(call_site)
+            raise _outside_forward_error(call_site)
         number, step = 0 if again else forward.calls.get(call_site, 0), forward.position.step
         if not again:
             if not forward.calls and forward is not self.explicit:
@@ -171,7 +171,7 @@ def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
 
 
-def _outside(call_site: str) -> ModelError:
+def _outside_forward_error(call_site: str) -> ModelError:
     return ModelError(
         Problem(
             "dropout-outside-forward",

@@ -127,11 +127,11 @@ class TruncatedNormal:
         _need(self.std > 0.0 and self.low < self.high, str(self), "a positive standard deviation, and low < high")
         _need(self._probability() > 1e-12, str(self), "bounds with a probability above 1e-12")
 
-    def _below(self, x: float) -> float:
+    def _probability_below(self, x: float) -> float:
         return math.erfc((self.mean - x) / self.std / math.sqrt(2.0)) / 2.0
 
     def _probability(self) -> float:
-        return self._below(self.high) - self._below(self.low)
+        return self._probability_below(self.high) - self._probability_below(self.low)
 
     def draw(self, key: Key, index: torch.Tensor) -> torch.Tensor:
         """A float64 value of the distribution for each element.
@@ -142,7 +142,7 @@ class TruncatedNormal:
 
         Returns: a float64 tensor of the shape of `index`, on its device.
         """
-        u = open_uniform(key, index).mul_(self._probability()).add_(self._below(self.low))
+        u = open_uniform(key, index).mul_(self._probability()).add_(self._probability_below(self.low))
         u.clamp_(2.0**-54, 1.0 - 2.0**-53)
         return inverse_normal(u).mul_(self.std).add_(self.mean).clamp_(self.low, self.high)
 

@@ -104,7 +104,7 @@ def initialize(
     if recipe is None:
         recipe = recipe_of(module)
     if stock and (recipe is None or rules):
-        raise _no_recipe(rules is not None and recipe is not None)
+        raise _no_recipe_error(rules is not None and recipe is not None)
     initializations: dict[str, Initialization]
     if stock:
         assert recipe is not None
@@ -153,7 +153,7 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     """Name -> the first name of the parameter in the full model, which its key contains."""
     cut = pipeline_cut(module)
     if cut is not None:
-        return cut.facts.owners
+        return cut.facts.parameter_fqns
     return {name: stored.fqn for stored in stored_parameters(module) for name in stored.names}
 
 
@@ -194,7 +194,7 @@ def _check(module: nn.Module, initializations: dict[str, Initialization], was_me
         raise ModelError(Problem("unknown-initialiser", what, "", rows, fix))
 
 
-def _no_recipe(with_rules: bool) -> ModelError:
+def _no_recipe_error(with_rules: bool) -> ModelError:
     if with_rules:
         what = "stock=True gives the weights of the stock model, so rules cannot change them"
         return ModelError(Problem("no-recipe", what, fix="leave out the rules"))
@@ -324,35 +324,38 @@ def building(device: torch.device | str | None = None, dtype: torch.dtype | None
     if dtype is not None and not dtype.is_floating_point:
         fix = "torch.bfloat16, torch.float32, ...; quantize after building"
         raise ModelError(Problem("not-floating-point", f"parameters of {dtype} cannot be initialized", fix=fix))
-    with torch.device(device) if device is not None else nullcontext(), _of_dtype(dtype) if dtype else nullcontext():
+    with (
+        torch.device(device) if device is not None else nullcontext(),
+        _creating_in_dtype(dtype) if dtype else nullcontext(),
+    ):
         yield
 
 
-class _Entered(threading.local):
+class _DtypeContexts(threading.local):
     """The dtypes of the contexts that a thread is in, the innermost last."""
 
     def __init__(self) -> None:
         self.dtypes: list[torch.dtype] = []
 
 
-_entered = _Entered()
+_dtype_contexts = _DtypeContexts()
 
 
 @contextmanager
-def _of_dtype(dtype: torch.dtype) -> Iterator[None]:
+def _creating_in_dtype(dtype: torch.dtype) -> Iterator[None]:
     # of all threads; `_convert` looks for the one it is in
     handle = register_module_parameter_registration_hook(_convert)
-    _entered.dtypes.append(dtype)
+    _dtype_contexts.dtypes.append(dtype)
     try:
         yield
     finally:
-        _entered.dtypes.pop()
+        _dtype_contexts.dtypes.pop()
         handle.remove()
 
 
 def _convert(module: nn.Module, name: str, parameter: Any) -> None:
     """A hook: give a parameter the innermost dtype, in place. A lazy one gets its shape in this dtype later."""
-    if not _entered.dtypes or not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
+    if not _dtype_contexts.dtypes or not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
         return
-    if parameter.dtype != _entered.dtypes[-1]:
-        parameter.data = parameter.data.to(_entered.dtypes[-1])
+    if parameter.dtype != _dtype_contexts.dtypes[-1]:
+        parameter.data = parameter.data.to(_dtype_contexts.dtypes[-1])

@@ -261,14 +261,14 @@ class _Reader:
     def _fills(self, tensor: View, ops: list[RecordedOp]) -> Fills | Unknown:
         fills: list[Fill] = []
         for op in ops:
-            fills_after = self._after(op, tensor, fills)
+            fills_after = self._fills_after(op, tensor, fills)
             if isinstance(fills_after, Unknown):
                 return fills_after
             fills = fills_after
         full = tuple(slice(0, size) for size in tensor.size)
         return Fills(tuple(fills)) if fills and fills[0].box == full else Unknown("a part of it is never filled")
 
-    def _after(self, op: RecordedOp, tensor: View, fills: list[Fill]) -> list[Fill] | Unknown:
+    def _fills_after(self, op: RecordedOp, tensor: View, fills: list[Fill]) -> list[Fill] | Unknown:
         """The fills of a tensor after this op."""
         if op.name in _EMPTY:
             return []

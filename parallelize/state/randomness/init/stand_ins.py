@@ -38,7 +38,7 @@ def recipe_of_stand_ins(module: nn.Module, blanks: dict[str, torch.Tensor]) -> t
         named = [*stand_in.named_parameters(remove_duplicate=False), *stand_in.named_buffers(remove_duplicate=False)]
         recipe = Recipe(recorder.recording, {name: recorder.view(tensor) for name, tensor in named})
     initializations = recipe.read()
-    for prefix, reason in (*failures.items(), *_by_constructors(module)):
+    for prefix, reason in (*failures.items(), *_initializing_constructors(module)):
         for name in initializations:
             if not prefix or name.startswith(prefix + "."):
                 initializations[name] = Unknown(reason)
@@ -144,7 +144,7 @@ def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
         yield from _outermost(child, f"{name}.{key}" if name else key)
 
 
-def _by_constructors(module: nn.Module) -> Iterator[tuple[str, str]]:
+def _initializing_constructors(module: nn.Module) -> Iterator[tuple[str, str]]:
     """(name, reason) of modules whose constructors initialize parameters."""
     for name, child in module.named_modules():
         line = _initializing_line(child.__class__)

@@ -107,7 +107,7 @@ class _Replayer:
                 self._draw(index, ready.get(index, []), index in used_later)
 
     def _used_later(self, ready: dict[int, list[int]]) -> set[int]:
-        """Draws that are repeated at a later draw: those that a storage, or an input of that draw, needs."""
+        """Draws to repeat at a later draw, because a storage or an input of the later one needs them."""
         used = {
             index
             for last, storages in ready.items()

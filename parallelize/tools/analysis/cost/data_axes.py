@@ -121,9 +121,9 @@ def _reduce_scatter(bucket: Sequence[ParameterShard], view: DataView) -> Iterato
     local = (sum(shard.padded_numel(ranks) for shard in bucket) + len(bucket)) * setting.gradient_bytes
     op = "all_to_all" if setting.transport == "gloo" else "reduce_scatter"
     yield Message(op, axis, ranks, ranks * local, _bucket_name(bucket), "backward")
-    others = [name for name in view.axes if name != axis]
-    if others:
-        name, size = view.name(others), view.mesh.ranks(*others)
+    other_axes = [name for name in view.axes if name != axis]
+    if other_axes:
+        name, size = view.name(other_axes), view.mesh.ranks(*other_axes)
         yield Message("all_reduce", name, size, local, _bucket_name(bucket), "backward")
 
 
@@ -207,7 +207,7 @@ def matrix_steps(root: Any, resolved: ResolvedPlan, setting: Setting, shards: Se
         return MatrixSteps()
     trained = {shard.name: shard for shard in shards if shard.trained}
     names = matrix_parameters(root, resolved, setting, shards)
-    rows = {name: resolved.parameters[resolved.facts.owners[name]] for name in names}
+    rows = {name: resolved.parameters[resolved.facts.parameter_fqns[name]] for name in names}
     axes = [axis for axis in setting.mesh.names if axis != "pp"]
     ranks = [setting.mesh.coordinates(rank) for rank in setting.mesh.group_of(0, *axes)] if axes else [{}]
     stored = [dict(_boxes(rows, setting, rank)) for rank in ranks]
@@ -221,7 +221,9 @@ def depends_on(resolved: ResolvedPlan, setting: Setting, shards: Sequence[Parame
     """What `matrix_steps` of one model depends on; a constant where another optimizer steps."""
     if setting.optimizer != OPTIMIZER:
         return ()
-    rows = ((shard, resolved.parameters[resolved.facts.owners[shard.name]]) for shard in shards if shard.trained)
+    rows = (
+        (shard, resolved.parameters[resolved.facts.parameter_fqns[shard.name]]) for shard in shards if shard.trained
+    )
     stored = tuple((shard.name, shard.splits.optimizer, row.axis, row.layout) for shard, row in rows)
     return stored, setting.mesh, setting.expert_ranks, bool(setting.zero), setting.zero == 3, setting.gradient_bytes
 
@@ -234,7 +236,7 @@ def matrix_parameters(
         return frozenset()
     trained = [shard.name for shard in shards if shard.trained]
     facts = resolved.facts
-    return frozenset(matrix_names(root, {name: facts.parameters[facts.owners[name]].shape for name in trained}))
+    return frozenset(matrix_names(root, {name: facts.parameters[facts.parameter_fqns[name]].shape for name in trained}))
 
 
 def _exchange(

@@ -146,7 +146,9 @@ class _MemoryWalk:
             if not isinstance(action, Action):
                 continue
             if self._units is not None:
-                self.peak_with_units = max(self.peak_with_units, activations + self._with_units(action, self._units))
+                self.peak_with_units = max(
+                    self.peak_with_units, activations + self._peak_with_units(action, self._units)
+                )
             for unit, curve in self._curves_of(action):
                 self.peak_activations = max(self.peak_activations, activations + curve.peak)
                 after = everything + curve.net_all
@@ -183,7 +185,7 @@ class _MemoryWalk:
             self._curves[key] = curves if self.by_segment else [_joined(curves)]
         return self._curves[key]
 
-    def _with_units(self, action: Action, units: GatheredUnits) -> int:
+    def _peak_with_units(self, action: Action, units: GatheredUnits) -> int:
         """The highest sum in an action, over that before it: full gradients of a unit stay until the unit has run
         backward."""
         key = (action.stage, action.kind)

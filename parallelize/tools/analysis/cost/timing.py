@@ -165,7 +165,7 @@ def _data_s(step: RankStep, machine: Machine) -> tuple[float, float]:
     gathers = reductions = 0.0
     for message, times in step.messages:
         in_layers = message.axis == "cp" and message.op in ("send", "all_to_all")  # attention: in the stages' times
-        if in_layers or not _over_data(message, step.setting):
+        if in_layers or not _is_over_data_axes(message, step.setting):
             continue
         seconds = machine.message_s(message, step.setting.mesh_of(message.axis)) * times
         if message.op == "all_gather" and message.phase != "step":
@@ -175,7 +175,7 @@ def _data_s(step: RankStep, machine: Machine) -> tuple[float, float]:
     return gathers, reductions
 
 
-def _over_data(message: Message, setting: Setting) -> bool:
+def _is_over_data_axes(message: Message, setting: Setting) -> bool:
     """Whether a group is along data axes. The axis is "world" where the mesh has no other axes."""
     if message.axis == "world":
         return setting.size(*setting.data_axes) == setting.mesh.world_size

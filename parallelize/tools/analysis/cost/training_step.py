@@ -142,14 +142,14 @@ class RankStep:
             segments = self.segments(stage, later=False)
             for segment in (*segments.forward, *segments.backward):
                 yield from ((message, times) for message in segment.messages)
-        yield from ((message, 1) for message in self._between_stages())
+        yield from ((message, 1) for message in self._stage_messages())
         yield from ((message, times) for message in self._router_counts())
         yield from data_messages(self.shards, self.setting)
         yield from ((message, 1) for message in (*self._ties(), *self._scalars()))
         yield from self._pending_reductions()
         yield from ((message, 1) for message in self.matrices.messages)
 
-    def _between_stages(self) -> Iterator[Message]:
+    def _stage_messages(self) -> Iterator[Message]:
         """Tensors that are sent to other stages and received from them, one message each."""
         for step in self.steps:
             if isinstance(step, Action):
@@ -256,12 +256,12 @@ def _balanced(actions: Sequence[Sequence[Segment]], present: set[str] | None) ->
         actions: forward, backward (or dgrad), wgrad. present: the recorded units of this stage; None for all.
     """
     unfreed = [0, 0, 0]  # bytes to free at the end of each action
-    local = [[_of_stage(segment, present, unfreed) for segment in segments] for segments in actions]
+    local = [[_segment_of_stage(segment, present, unfreed) for segment in segments] for segments in actions]
     forward, backward, wgrad = (_ended(segments, unfreed[index]) for index, segments in enumerate(local))
     return StageSegments(forward, backward, wgrad=wgrad)
 
 
-def _of_stage(segment: Segment, present: set[str] | None, unfreed: list[int]) -> Segment:
+def _segment_of_stage(segment: Segment, present: set[str] | None, unfreed: list[int]) -> Segment:
     """The segment without the releases of what other stages allocated. Adds to `unfreed` what other stages would
     free."""
     if present is None or all(c.other_unit is None or c.other_unit in present for c in segment.changes):

@@ -148,6 +148,6 @@ class _EvenSizes(TorchFunctionMode):
 
 
 def _config_of(module: nn.Module) -> Any:
-    """The config by which stacked experts choose what they run; None for any other module."""
+    """The config that says how stacked experts compute; None for any other module."""
     config = vars(module).get("config")
     return config if "is_transposed" in vars(module) and hasattr(config, "_experts_implementation") else None

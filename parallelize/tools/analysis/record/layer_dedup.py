@@ -146,7 +146,7 @@ def _is_shared(layer: str, model: ModelFacts) -> bool:
         return True
     several = (fact.names for fact in model.parameters.values() if len(fact.names) > 1)
     tied = any(len({inside(name) for name in names}) > 1 for names in several)
-    return tied or any(inside(alias) != inside(first) for alias, first in model.aliases.items() if alias != first)
+    return tied or any(inside(alias) != inside(first) for alias, first in model.module_fqns.items() if alias != first)
 
 
 def consistent(trace: MicrobatchTrace, classes: LayerClasses) -> bool:

@@ -190,7 +190,7 @@ def test_experts_that_cannot_be_split_are_refused(model, slug):
 def test_parameters_of_a_module_inside_of_experts_are_refused(ep):
     model = Mixture()
     model.experts.norm = nn.LayerNorm(4)
-    plan = replace(PLAN, unclaimed="replicate")
+    plan = replace(PLAN, on_unclaimed="replicate")
     with pytest.raises(PlanError, match="experts-not-divisible"):
         resolve(plan, describe(model), MeshSpec(tp=2), Options(ep=ep))
     model.experts.norm.requires_grad_(False)

@@ -196,7 +196,7 @@ def test_styles_without_rules_under_data_axes(zero):
     def body(rank: int) -> None:
         mesh, model = build_mesh("cpu", dp=2, tp=2), copy.deepcopy(initial)
         parallel = parallelize_model(model, mesh, styles, zero=zero, loss=loss, count=lambda targets: len(targets))
-        assert resolution_of(model).plan.kept
+        assert resolution_of(model).plan.unlowered_styles
         optimizer = parallel.optimizer(torch.optim.SGD, lr=1.0)
         local = batch.chunk(2)[mesh.get_local_rank("dp")]
         parallel.step(local, local, targets=local)
@@ -327,7 +327,7 @@ def test_projections_that_return_dtensors():
         model = copy.deepcopy(initial)
         styles = {name: ColwiseParallel(use_local_output=False) for name in ("wq", "wk", "wv")}
         parallelize_module(model, build_mesh("cpu", tp=2), styles | {"wo": RowwiseParallel()})
-        assert not resolution_of(model).plan.kept
+        assert not resolution_of(model).plan.unlowered_styles
         out = model(x)
         out.square().sum().backward()
         assert (out - expected_out).abs().max() < 1e-12

@@ -142,7 +142,7 @@ def test_a_lowered_dict_is_exact(kind, options):
     def body(rank: int) -> None:
         model, inputs = build().double(), batch(2, 8)
         parallelize_module(model, build_mesh("cpu", tp=2), DICTS[kind](), **options)
-        assert record_of(model).resolved.plan.kept == ()
+        assert record_of(model).resolved.plan.unlowered_styles == ()
         loss = cross_entropy(model(inputs["ids"]), inputs["targets"])
         loss.backward()
         assert abs(float(loss) - expected_loss) < 1e-12
@@ -237,7 +237,7 @@ def test_code_that_computes_with_a_gathered_input_gets_a_dtensor():
         with pytest.raises(PlanError, match=r"no-overlap: .*layers\.0\.attention: code may read"):
             parallelize_module(copy.deepcopy(model), mesh, sequence_parallel(stock, False), overlap="chunked")
         parallelize_module(model, mesh, sequence_parallel(stock, False))
-        assert not resolution_of(model).plan.kept
+        assert not resolution_of(model).plan.unlowered_styles
         for _ in range(3):
             model.zero_grad()
             loss = cross_entropy(model(inputs["ids"]), inputs["targets"])
@@ -257,7 +257,7 @@ def test_a_style_of_a_third_party_is_applied_as_it_is():
         model = build()
         styles = tensor_parallel(stock) | {"layers.*.feed_forward.w1": Own(), "layers.*.feed_forward.w3": Own()}
         parallelize_module(model, build_mesh("cpu", tp=2), styles)
-        kept = resolution_of(model).plan.kept
+        kept = resolution_of(model).plan.unlowered_styles
         assert {item.reason for item in kept} == {"", "a Own has no equivalent"} and len(kept) == 16
         inputs = batch(2, 8)
         loss = cross_entropy(model(inputs["ids"]), inputs["targets"])
@@ -324,6 +324,6 @@ def test_the_reads_of_a_forward():
 def test_layouts_without_a_contract_are_applied_as_they_are(style):
     def body(rank: int) -> None:
         model = parallelize_module(build(), build_mesh("cpu", tp=2), {"layers.0.feed_forward.w1": style})
-        assert [item.fqn for item in resolution_of(model).plan.kept] == ["layers.0.feed_forward.w1"]
+        assert [item.fqn for item in resolution_of(model).plan.unlowered_styles] == ["layers.0.feed_forward.w1"]
 
     run_ranks(2, body)

@@ -64,15 +64,15 @@ def _changing_a_parameter(module: Any, owner: nn.Module, change: Callable[[Any, 
             return on_local_parameters(self, self._applied.planned, args, kwargs)
         planned: ModuleRuntime = self.get_submodule(names)._applied.planned
         key, earlier = self.parameter_name, planned.reparametrized
-        made: list[Any] = []  # once, of experts that run on several chunks of tokens
+        changed_weight: list[Any] = []  # once, of experts that run on several chunks of tokens
 
         def changed(weight: Any) -> Any:
-            if not made:
+            if not changed_weight:
                 weight = earlier[key](weight) if key in earlier else weight
                 for name in adapters:
                     weight = change(self, name, weight)
-                made.append(weight)
-            return made[0]
+                changed_weight.append(weight)
+            return changed_weight[0]
 
         planned.reparametrized = {**earlier, key: changed}
         try:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.plan.dims.classes import Classes
+from parallelize.plan.dims.factor_analysis import FactorAnalysis
 from parallelize.plan.dims.trace import record_forward
 from parallelize.tools.derivation.draft import Drafting
 
@@ -29,13 +29,13 @@ class Block(nn.Module):
         return self.down(self.between(self, self.up(x)))
 
 
-def classes_of(model, x=None):
-    return Classes(record_forward(model, (torch.randn(2, 5, WIDTH) if x is None else x,)), model)
+def analysis_of(model, x=None):
+    return FactorAnalysis(record_forward(model, (torch.randn(2, 5, WIDTH) if x is None else x,)), model)
 
 
 def draft_of(model, x=None, without=()):
-    classes = classes_of(model, x)
-    return Drafting(model, classes, classes.choose(without), {}, "").run()
+    analysis = analysis_of(model, x)
+    return Drafting(model, analysis, analysis.choose(without), {}, "").run()
 
 
 def whole_of(model):
@@ -352,10 +352,10 @@ class Scaled(nn.Module):
 
 def test_parameters_among_shards():
     model = Scaled()
-    classes = classes_of(model)
-    choice = classes.choose()
+    analysis = analysis_of(model)
+    choice = analysis.choose()
     assert choice.partial == {"by_width", "norm.weight", "norm.bias"}
-    draft = Drafting(model, classes, choice, {}, "").run()
+    draft = Drafting(model, analysis, choice, {}, "").run()
     assert draft.styles["by_head"] == "shard(0, unit=heads*1)" and draft.styles["norm"] == "replicate(gradient=partial)"
 
 
@@ -406,6 +406,6 @@ def test_stacked_weights_are_experts(banned, expected):
     model.experts = Experts(6)
     model.token = nn.Parameter(torch.ones(1, 1, WIDTH))
     model.position = nn.Parameter(torch.ones(1, 5, WIDTH))
-    classes = classes_of(model)
-    draft = Drafting(model, classes, classes.choose(), {}, "", banned).run()
+    analysis = analysis_of(model)
+    draft = Drafting(model, analysis, analysis.choose(), {}, "", banned).run()
     assert draft.styles.get("experts") == expected and "" not in draft.styles

@@ -85,7 +85,7 @@ class Choice:
     whole: list[UnshardedLinear]
 
 
-class Classes:
+class FactorAnalysis:
     """The factors of a record, and what is known of each.
 
     Args:

@@ -1,6 +1,6 @@
 """Layers with adapters of PEFT: the forward of PEFT's module on shards, inside the boundary conversions of the layer.
 
-The layer keeps its rule and its own planned forward, by which it also runs alone, once PEFT has taken the adapter away.
+The layer keeps its rule and its own planned forward, which also runs it once PEFT has taken the adapter away.
 Called by its wrapper it computes on its shard only: the wrapper has converted the input, which adapters read too, and
 converts the sum of the layer's output and those of the adapters. A reduction is therefore done once for all of them.
 """

@@ -1,8 +1,7 @@
 """The seeded faults: a hundred ways in which the package could be wrong, each in one function.
 
 Reductions that are missing, doubled, over another group or of another kind; layouts that are shifted or swapped; orders
-of microbatches, messages and tokens; counts of tokens, ranks and copies; and state that is not kept. `faults.py` applies
-them.
+of microbatches, messages and tokens; counts of tokens, ranks and copies; and state that is lost. `faults.py` seeds them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ REDUCTIONS = [
     Fault(
         "gradients of replicas are not summed",
         "reductions",
-        "axes.zero.buckets:AllReduceBucket.launch",
+        "axes.zero.buckets:AllReduceBucket.start_reduction",
         "dist.all_reduce(self.flat, group=self.groups[0].pg, async_op=True)",
         "dist.all_reduce(self.flat * 1, group=self.groups[0].pg, async_op=True)",
         DATA,
@@ -28,7 +27,7 @@ REDUCTIONS = [
     Fault(
         "sums that a further backward adds to are not divided again",
         "reductions",
-        "axes.zero.buckets:AllReduceBucket.reopen",
+        "axes.zero.buckets:AllReduceBucket.prepare_for_backward",
         "self.flat.mul_(1.0 / self.num_ranks)",
         "pass",
         DATA,
@@ -37,7 +36,7 @@ REDUCTIONS = [
     Fault(
         "split gradients are not summed over replicas",
         "reductions",
-        "axes.zero.buckets:ReduceScatterBucket.land",
+        "axes.zero.buckets:ReduceScatterBucket.finish_reduction",
         "group.all_reduce(self._output)",
         "pass",
         "hsdp-zero2 dp-cp-*",
@@ -45,18 +44,18 @@ REDUCTIONS = [
     Fault(
         "split gradients of a second backward replace those of the first",
         "reductions",
-        "axes.zero.buckets:ReduceScatterBucket.land",
+        "axes.zero.buckets:ReduceScatterBucket.finish_reduction",
         "self.sums.add_(values)",
         "self.sums.copy_(values)",
         "dp-zero2 hsdp-zero2 pp-dp-zero2",
         "accumulated_steps more_microbatches targets",
     ),
     Fault(
-        "a reduce-scatter takes the largest in place of the sum",
+        "a reduce-scatter gives each rank the rows of another",
         "reductions",
-        "axes.zero.buckets:_AllToAllSum.wait",
-        "torch.sum(self.parts.view(self.group.size, -1), dim=0, out=self.out)",
-        "self.out.copy_(self.parts.view(self.group.size, -1).amax(0))",
+        "axes.zero.buckets:_reduce_scatter",
+        "group.reduce_scatter_into(out, full)",
+        "group.reduce_scatter_into(out, full.view(group.size, -1).flip(0).reshape(-1))",
         SPLIT,
     ),
     Fault(
@@ -89,7 +88,7 @@ REDUCTIONS = [
         "axes.zero.data_ranks:DataRanks.of_experts",
         '("dp_replicate", "edp")',
         '("dp_replicate",)',
-        "ep-etp ep-tp ep",
+        "ep-replicas",
         kinds="mixture",
     ),
     Fault(
@@ -265,6 +264,7 @@ LAYOUTS = [
         "for pair in layout.slices(rank):",
         "for pair in layout.slices(layout.num_ranks - 1 - rank):",
         TP,
+        kinds="gpt2 hybrid",
     ),
     Fault(
         "a shard of a data axis is that of the next rank",
@@ -349,7 +349,7 @@ LAYOUTS = [
     Fault(
         "the gradient of a target goes to class 0 of every rank",
         "layouts",
-        "ops.vocabulary.class_targets:HardTargets._of_id",
+        "ops.vocabulary.class_targets:HardTargets._weight_of_ids",
         "(scale * self.id_weight).masked_fill(self.outside, 0.0)",
         "scale * self.id_weight",
         SHARDED_LOGITS,
@@ -371,21 +371,13 @@ LAYOUTS = [
         REGION,
     ),
     Fault(
-        "key/value heads are cut at other query heads",
-        "layouts",
-        "ops.all_to_all:to_head_shards",
-        "key_heads = torch.arange(start, stop, device=q.device) // each - first",
-        "key_heads = torch.arange(start, stop, device=q.device) % max(last - first, 1)",
-        HEADS,
-        kinds="llama gpt2",
-    ),
-    Fault(
         "overlapping heads of an exchange are written, not added",
         "layouts",
         "ops.all_to_all:_fold",
         "out.narrow(split, start, stop - start).add_(chunk)",
         "out.narrow(split, start, stop - start).copy_(chunk)",
         HEADS,
+        "one_key_head",
     ),
     Fault(
         "heads come back in reverse order of ranks",
@@ -398,7 +390,7 @@ LAYOUTS = [
     Fault(
         "experts are numbered from those of the rank before",
         "layouts",
-        "ops.experts.routes:_owners",
+        "ops.experts.routes:_expert_ranks",
         "(((choices + 1) * num_ranks - 1) // num_experts)",
         "(num_ranks - 1 - ((choices + 1) * num_ranks - 1) // num_experts)",
         EXPERTS,
@@ -437,7 +429,8 @@ LAYOUTS = [
         "base.layout:_shard_of_chunk",
         "first = rank * chunk.units // num_ranks",
         "first = rank * chunk.units // num_ranks if chunk.units >= num_ranks else 0",
-        "tp4",
+        "tp tp4",
+        "one_key_head targets",
         kinds="llama mixture",
     ),
     Fault(
@@ -476,20 +469,21 @@ ORDER = [
         "pp-gpipe",
     ),
     Fault(
-        "1f1b begins its backwards one forward too early",
+        "a backward is that of the microbatch that ran last",
         "order",
-        "axes.pipeline.schedules:_1f1b",
-        "warmup = min(ranks - 1 - rank, microbatches)",
-        "warmup = max(min(ranks - 2 - rank, microbatches), 0)",
-        "pp-1f1b",
+        "axes.pipeline.step_runner:StepRun._grads_of",
+        "saved = self._saved[stage, microbatch]",
+        "saved = [saved for key, saved in self._saved.items() if key[0] == stage][-1]",
+        "pp-1f1b pp-gpipe",
     ),
     Fault(
-        "messages of all microbatches have one tag",
+        "tensors of a message arrive in another order",
         "order",
-        "axes.pipeline.step_runner:StepRun._tag",
-        "(microbatch * (self.schedule.num_stages + 1) + boundary) * 4",
-        "boundary * 4",
+        "axes.pipeline.transport:Pending.wait",
+        "return self.tensors",
+        "return self.tensors[::-1]",
         STAGES,
+        kinds="t5 llama",
     ),
     Fault(
         "a stage sends gradients of the wrong sign",
@@ -508,11 +502,11 @@ ORDER = [
         "pp-zbv",
     ),
     Fault(
-        "a stage computes with the first microbatch that arrived",
+        "later stages read the inputs of the first microbatch",
         "order",
-        "axes.pipeline.step_runner:StepRun._input_of",
-        "key = (stage, microbatch)",
-        "key = min((key for key in self._arriving if key[0] == stage), default=(stage, microbatch))",
+        "axes.pipeline.step_runner:StepRun._forward",
+        "microbatch_inputs = self.microbatches[microbatch]",
+        "microbatch_inputs = self.microbatches[0 if stage else microbatch]",
         "pp-1f1b pp-gpipe",
     ),
     Fault(
@@ -545,7 +539,7 @@ ORDER = [
         "ops.attention.ring_attention:_ring_blocks",
         "owner = (rank - step) % size",
         "owner = (rank + step) % size",
-        "cp4 dp-cp-* cp-ring",
+        "cp4-ring",
     ),
     Fault(
         "positions of a rank count from zero",
@@ -592,12 +586,20 @@ ORDER = [
         "left_padding right_padding",
     ),
     Fault(
-        "tiles that lie below each other are merged too far",
+        "the block of the rank itself is not causal",
         "order",
-        "ops.attention.ring_tiles:_kind",
-        "if nearest >= 0 and within:",
-        "if nearest >= -1 and within:",
-        "cp-ring cp4",
+        "ops.attention.ring_tiles:tiles",
+        'return [Tile(0, rows, 0, columns, "causal")]',
+        'return [Tile(0, rows, 0, columns, "full")]',
+        RING,
+    ),
+    Fault(
+        "a ring of four adds the gradients of the wrong block",
+        "order",
+        "ops.attention.ring_attention:_RingGradients.add",
+        "if owner == rank:",
+        "if owner == (rank + 1) % size:",
+        "cp4-ring",
     ),
     Fault(
         "the rows of a data rank are placed as those of the first",
@@ -607,6 +609,7 @@ ORDER = [
         "return 0",
         DATA,
         "dropout attention_dropout recomputed_dropout",
+        kinds="gpt2 vit",
     ),
     Fault(
         "a combined tile forgets the sums before it",
@@ -644,7 +647,7 @@ COUNTS = [
         "(~ignored).sum() if weight is None",
         "(ids >= 0).sum() if weight is None",
         "tp dp-zero1 cp-ring one",
-        "labels own_loss torch_loss_parallel fused_loss loss_of_hidden_states",
+        "mean_of_the_package",
     ),
     Fault(
         "a count is not summed over data ranks",
@@ -680,6 +683,7 @@ COUNTS = [
         "(start, stop, 1.0)",
         "tp4",
         "clip clip_of_the_package",
+        kinds="hybrid llama",
     ),
     Fault(
         "norms count tied copies of stages",
@@ -725,7 +729,7 @@ COUNTS = [
         "total.sum().pow_(1.0 / norm_type)",
         "total.sum().pow_(0.5)",
         "tp one dp-zero1",
-        "clip clip_of_the_package norm_of_each_gradient",
+        "clip_of_order_three",
     ),
     Fault(
         "gradients are clipped to the norm of this rank",
@@ -746,13 +750,13 @@ COUNTS = [
         "label_smoothing",
     ),
     Fault(
-        "a width of a sharded norm is that of the rank",
+        "a norm on shards of the width divides by the width of the rank",
         "counts",
-        "axes.tensor.layers.norms:sharded_rms_norm",
-        "x.shape[-1] * group.size, group)",
-        "x.shape[-1], group)",
+        "axes.tensor.layers.norms:_gated_norm",
+        "square / size + eps",
+        "square / by_group.shape[-1] + eps",
         TP,
-        kinds="mixture llama",
+        kinds="hybrid",
     ),
     Fault(
         "tied gradients of earlier steps are not divided by their copies",
@@ -767,11 +771,10 @@ COUNTS = [
     Fault(
         "a parameter is complete after its first use",
         "counts",
-        "axes.zero.buckets:Bucket.count",
+        "axes.zero.buckets:Bucket.count_gradient",
         "self.counts[n] += 1",
         "self.counts[n] = self.uses[n]",
-        DATA,
-        "targets accumulated_by_hand loop_by_hand",
+        "dp-tp-*",
         kinds="gpt2 t5",
     ),
     Fault(
@@ -810,8 +813,8 @@ STATE = [
         "axes.zero.optimizer_shards:OptimizerShard.publish",
         "rows.copy_(to_local(self.stepped.detach()))",
         "pass",
-        "dp-zero1 dp-zero2 one",
-        "bfloat16 bfloat16_compute low_precision compute_dtype",
+        "one dp-zero1 dp-zero2",
+        "masters",
     ),
     Fault(
         "masters do not follow edits of the weights",
@@ -819,8 +822,8 @@ STATE = [
         "axes.zero.optimizer_shards:OptimizerShard.follow_edits",
         "master_block.copy_(torch.where(row_block == expected, master_block, row_block))",
         "pass",
-        "dp-zero1 dp-zero2 one",
-        "bfloat16 edited_weights weights_edited_by_data",
+        "one dp-zero1 dp-zero2",
+        "masters_after_an_edit",
     ),
     Fault(
         "a shard keeps the storage of before",
@@ -829,7 +832,7 @@ STATE = [
         "self._move(current)",
         "pass",
         SHARDED_STATE,
-        "weights_edited_by_data edited_weights state_round_trip",
+        "weights_in_new_storage",
     ),
     Fault(
         "a step uses the full gradient of the first rows",
@@ -842,7 +845,7 @@ STATE = [
     Fault(
         "a gradient that only other ranks have is dropped",
         "state",
-        "axes.zero.buckets:AllReduceBucket.land",
+        "axes.zero.buckets:AllReduceBucket.finish_reduction",
         "if param.grad is None and bool(self.present[n] > 0):",
         "if False:",
         "dp-zero0 dp-zero1 ep",
@@ -852,7 +855,7 @@ STATE = [
     Fault(
         "gradients that were reset are kept as sums",
         "state",
-        "axes.zero.buckets:ReduceScatterBucket.reopen",
+        "axes.zero.buckets:ReduceScatterBucket.prepare_for_backward",
         "value.zero_()",
         "pass",
         SPLIT,
@@ -861,7 +864,7 @@ STATE = [
     Fault(
         "gradients that were replaced are forgotten",
         "state",
-        "axes.zero.buckets:ReduceScatterBucket.reopen",
+        "axes.zero.buckets:ReduceScatterBucket.prepare_for_backward",
         "value.copy_(to_local(param.grad))",
         "pass",
         SPLIT,
@@ -870,11 +873,11 @@ STATE = [
     Fault(
         "a failed step leaves its sums",
         "state",
-        "axes.zero.buckets:ReduceScatterBucket.forget",
-        "self.seen.clear()",
+        "axes.zero.buckets:ReduceScatterBucket.discard_sums",
+        "self.ids_with_sum.clear()",
         "return",
         "dp-zero2 hsdp-zero2",
-        "error_in_a_forward",
+        "error_in_a_later_microbatch",
     ),
     Fault(
         "added gradients of a penalty replace those of the loss",
@@ -895,12 +898,21 @@ STATE = [
         kinds="gpt2 t5",
     ),
     Fault(
-        "the state of optimizers is loaded in another order",
+        "ZeRO 3 never reduces what it has deferred",
         "state",
-        "axes.zero.optimizer:_wrap_steps",
-        "by_stepped = {id(shard.stepped): shard for shard in data.shards}",
-        "by_stepped = {id(a.stepped): b for a, b in zip(data.shards, data.shards[1:] + data.shards[:1])}",
-        SHARDED_STATE,
+        "axes.zero.fsdp:FsdpEngine.release",
+        "unit.set_requires_gradient_sync(True, recurse=False)",
+        "pass",
+        "dp-zero3 hsdp-zero3",
+        "deferred_reduction",
+    ),
+    Fault(
+        "a step takes the rows of a gradient twice",
+        "state",
+        "axes.zero.optimizer_shards:OptimizerShard._own_rows",
+        "grad = self.slice_of(grad)",
+        "grad = self.slice_of(grad) * 2",
+        "dp-zero1",
     ),
     Fault(
         "dropout counts no steps",
@@ -909,7 +921,7 @@ STATE = [
         "self.step + forward.training",
         "self.step",
         "tp dp-zero1 cp-ring",
-        "dropout recomputed_dropout attention_dropout",
+        "dropout_by_hand",
     ),
     Fault(
         "dropout of heads is drawn as on the first rank",
@@ -928,15 +940,17 @@ STATE = [
         "IndexRun(0, 0, local_tokens * token_size)",
         REGION,
         "dropout recomputed_dropout",
+        kinds="gpt2 llama",
     ),
     Fault(
         "dropout over cp is drawn for the positions of the rank",
         "state",
-        "state.randomness.dropout.global_index:ActivationLayout._over_cp",
+        "state.randomness.dropout.global_index:ActivationLayout._indices_over_cp",
         "IndexRun(position * token_size, start * token_size,",
         "IndexRun(position * token_size, position * token_size,",
         SEQUENCES,
         "dropout recomputed_dropout",
+        kinds="gpt2 llama",
     ),
     Fault(
         "dropout of columns is drawn as of the first ones",
@@ -969,7 +983,7 @@ STATE = [
     Fault(
         "an overflow of another rank is not seen",
         "state",
-        "state.loop.grad_scaler:_over_ranks",
+        "state.loop.grad_scaler:_max_over_ranks",
         "group.all_reduce(worst, dist.ReduceOp.MAX)",
         "pass",
         "dp-zero2 tp dp-zero3 pp-1f1b",
@@ -979,8 +993,8 @@ STATE = [
         "matrices of Muon come from the wrong place",
         "state",
         "state.optimizers.matrix_exchange:MatrixExchange._assembled",
-        "target[_in_matrix(part.box, matrix.box)].copy_(view)",
-        "target[_in_matrix(part.box, matrix.box)].copy_(-view)",
+        "target[_slices_in_matrix(part.box, matrix.box)].copy_(view)",
+        "target[_slices_in_matrix(part.box, matrix.box)].copy_(-view)",
         "tp dp-zero1 dp-zero3 hsdp-zero1",
         "muon",
     ),
@@ -991,7 +1005,7 @@ STATE = [
         "in_file = relative_to(shared, starts(saved_slice.box))",
         "in_file = [(0, b - a) for a, b in shared]",
         "tp dp-zero3 dp-zero1",
-        "checkpoint checkpoint_round_trip saved_and_loaded checkpointed",
+        "*checkpoint* *resume* *saved*",
     ),
     Fault(
         "parameters that no rank uses get zeros under ZeRO 3",
@@ -1000,7 +1014,7 @@ STATE = [
         "param.sharded_param.grad = None",
         "pass",
         "dp-zero3 hsdp-zero3",
-        "rows_without_targets targets frozen_first_layer batch_without_targets",
+        "unused_layer",
         kinds="mixture llama",
     ),
 ]

@@ -260,7 +260,7 @@ LAYOUTS = [
     Fault(
         "shards of tp are swapped where they are gathered",
         "layouts",
-        "state.layout_tensor.layout_shard:LayoutShard._to_replicate_tensor",
+        "state.layout_tensor.layout_shard:unshard",
         "for pair in layout.slices(rank):",
         "for pair in layout.slices(layout.num_ranks - 1 - rank):",
         TP,
@@ -430,8 +430,8 @@ LAYOUTS = [
         "first = rank * chunk.units // num_ranks",
         "first = rank * chunk.units // num_ranks if chunk.units >= num_ranks else 0",
         "tp tp4",
-        "one_key_head targets",
-        kinds="llama mixture",
+        "targets",
+        kinds="hybrid llama",
     ),
     Fault(
         "values of stages are those of the first",
@@ -769,12 +769,12 @@ COUNTS = [
         kinds="gpt2 t5",
     ),
     Fault(
-        "a parameter is complete after its first use",
+        "gradients that are known late are not reduced",
         "counts",
-        "axes.zero.buckets:Bucket.count_gradient",
-        "self.counts[n] += 1",
-        "self.counts[n] = self.uses[n]",
-        "dp-tp-*",
+        "axes.zero.reducer:Reducer.finish",
+        "if bucket.late:",
+        "if False:",
+        "pp-dp-* ep-pp-dp",
         kinds="gpt2 t5",
     ),
     Fault(
@@ -859,7 +859,7 @@ STATE = [
         "value.zero_()",
         "pass",
         SPLIT,
-        "targets gradients_set_to_zero",
+        "gradients_replaced_and_reset",
     ),
     Fault(
         "gradients that were replaced are forgotten",
@@ -868,7 +868,7 @@ STATE = [
         "value.copy_(to_local(param.grad))",
         "pass",
         SPLIT,
-        "edited_gradients clip_values scaler accumulated_steps",
+        "gradients_replaced_and_reset",
     ),
     Fault(
         "a failed step leaves its sums",
@@ -960,7 +960,7 @@ STATE = [
         "runs.append(IndexRun(local, local, stop - start))",
         TP,
         "dropout",
-        kinds="gpt2 own vit",
+        kinds="t5 vit",
     ),
     Fault(
         "dropped elements keep their gradient",
@@ -987,7 +987,7 @@ STATE = [
         "group.all_reduce(worst, dist.ReduceOp.MAX)",
         "pass",
         "dp-zero2 tp dp-zero3 pp-1f1b",
-        "scaler scaler_overflow",
+        "overflow_on_one_rank",
     ),
     Fault(
         "matrices of Muon come from the wrong place",

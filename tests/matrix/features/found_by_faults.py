@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from parallelize import cross_entropy
 from tests.matrix.axes import Axis
@@ -108,10 +110,10 @@ def masters_after_an_edit(side: Side) -> None:
     side.update()
 
 
-@feature()
+@feature(on=lambda axis: axis.ranks("pp") == 1)
 def error_in_a_later_microbatch(side: Side) -> None:
     """The microbatches before it have left their gradients, which the next step must not have."""
-    side.place(num_microbatches=2)
+    side.place(num_microbatches=2, schedule="1f1b")
     calls = [0]
 
     def fail(module: nn.Module, inputs: Any) -> None:
@@ -127,4 +129,33 @@ def error_in_a_later_microbatch(side: Side) -> None:
     handle.remove()
     for parameter in side.model.parameters():
         parameter.grad = None
+    side.step(1)
+
+
+@feature()
+def gradients_replaced_and_reset(side: Side) -> None:
+    """Between two backwards that add up: other tensors in the place of some gradients, and none in that of others."""
+    side.place()
+    side.step(0)
+    for name, parameter in side.named().items():
+        if parameter.grad is not None:
+            parameter.grad = None if name.endswith("bias") else parameter.grad * 0.5
+    side.step(1)
+
+
+@feature()
+def overflow_on_one_rank(side: Side) -> None:
+    """A gradient is infinite where the first rank stores it; no rank may step then."""
+    side.place()
+    optimizer = side.optimizer(torch.optim.SGD, momentum=0.9)
+    scaling = torch.amp.GradScaler("cpu", init_scale=16.0)
+    side.step(0)
+    if side.alone or dist.get_rank() == 0:
+        gradients = [p.grad for p in side.model.parameters() if p.grad is not None]
+        first: Any = gradients[0]
+        (first.to_local() if isinstance(first, DTensor) else first).view(-1)[0] = float("inf")
+    scaling.scale(torch.zeros(()))
+    scaling.unscale_(optimizer)
+    scaling.step(optimizer)
+    optimizer.zero_grad()
     side.step(1)

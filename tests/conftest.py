@@ -84,7 +84,10 @@ def _leave_to_the_full_sweep(variants):
     """Of four variants or more in the sweep, three quarters are run by `make full` alone.
 
     The quarter that stays is drawn by names: every n-th one would take the same value of an inner parameter each time.
+    Tests that draw anew in each slice stay all.
     """
+    if variants[0].get_closest_marker("drawn_anew") is not None:
+        return
     drawn = sorted(variants, key=lambda item: zlib.crc32(item.nodeid.encode()))
     for item in drawn[-(-len(drawn) // 4) :] if len(drawn) >= 4 else []:
         item.add_marker(pytest.mark.full)

@@ -6,8 +6,11 @@ dims apart by their sizes is lost.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -233,11 +236,12 @@ KINDS: dict[str, Kind] = {
 
 
 def plan_of(kind: Kind, folder: str) -> Any:
-    """The plan to pass: a model of one's own brings a file."""
+    """The plan to pass: a model of one's own brings a file, which no rank sees half written."""
     if kind.plan != "own":
         return kind.plan
-    from pathlib import Path
-
     path = Path(folder) / "own.yaml"
-    path.write_text(OWN_PLAN)
+    if not path.exists():
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write(OWN_PLAN)
+        os.replace(file.name, path)
     return load_plan(str(path))

@@ -16,6 +16,8 @@ TESTS = Path(__file__).parents[1]
 
 NOT_ROOMS = {
     "checkpoint/written_before": "what an earlier version has written, and the script that wrote it",
+    "matrix": "features, which go through all rooms",
+    "matrix/features": "its rows",
     "policy": "rules about the whole tree",
     "support": "what tests share, and the tests of it",
     "benchmarks": "mirrors `benchmarks/`",

@@ -169,6 +169,7 @@ def _generated(side: Side, padded: bool) -> None:
 
 NO_CACHE = {
     "cut-model": "no stage has the whole model",
+    "stage-called-alone": "the same, on a mesh without tp and cp",
     "cache-over-cp": "caches of gathered modules are not divided",
     "generate-over-ep": "data ranks may generate other numbers of tokens, and experts take those of all",
 }

@@ -95,7 +95,7 @@ def run_side(feature: Feature, side: Side) -> Records:
     return side.records
 
 
-# -- the reference ------------------------------------------------------------------------------------------------------
+# -- the reference -----------------------------------------------------------------------------------------------------
 
 _REFERENCES: OrderedDict[tuple[str, str, bool], Records] = OrderedDict()
 _MODELS: OrderedDict[tuple[str, str, bool], tuple[nn.Module, ...]] = OrderedDict()
@@ -152,7 +152,7 @@ def _keep(cache: OrderedDict, key: Any, value: Any) -> None:
         cache.popitem(last=False)
 
 
-# -- the verdict --------------------------------------------------------------------------------------------------------
+# -- the verdict -------------------------------------------------------------------------------------------------------
 
 
 def judge(
@@ -169,7 +169,9 @@ def judge(
 
 def _refusal(refused: dict[str, str], error: BaseException) -> Verdict:
     trace = "".join(traceback.format_exception(error))
-    slugs = list(error.slugs) if isinstance(error, ParallelizeError) else re.findall(_SLUG_IN_TEXT, str(error))
+    slugs = list(error.slugs) if isinstance(error, ParallelizeError) else ["stage-failed"]
+    if "stage-failed" in slugs:  # the error of a rank, on the others
+        slugs = re.findall(_SLUG_IN_TEXT, str(error))
     for slug in slugs:
         if slug in refused:
             return Verdict(REFUSED, slug, trace)

@@ -28,7 +28,7 @@ class Feature:
         names: public names and options that this row exercises, for the policy test.
         overrides: config fields of the model that differ, by the kind's name or "" for all.
         prepare: changes the model before it is placed, once for both sides (adapters, frozen parts).
-        others: further models that the feature takes (a teacher, a critic), as names of kinds; None: another one of its kind.
+        others: further models that the feature takes (a teacher, a critic), by kind; None: another one of its kind.
         bound: the largest relative error in float64.
         lower: where the compute is narrower: the error may be three times that of the unsharded model in this dtype.
         refused: slugs by which cells may be refused, each with the reason, which docs/ give too.
@@ -58,10 +58,10 @@ FEATURES: dict[str, Feature] = {}
 
 
 def feature(**facts: Any) -> Callable[[Callable[[Side], None]], Callable[[Side], None]]:
-    """Makes a function of a side a row, whose name is the function's."""
+    """Makes a function of a side a row, with the function's name unless `name` is given."""
 
     def register(run: Callable[[Side], None]) -> Callable[[Side], None]:
-        name = run.__name__
+        name = facts.pop("name", run.__name__)
         assert name not in FEATURES, name
         for key in ("needs", "without"):
             facts[key] = frozenset(facts.get(key, ()))

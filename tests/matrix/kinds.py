@@ -1,7 +1,7 @@
 """Kinds of models, small and in float64, with batches of eight rows and the loss that training alone takes.
 
-Sizes are asymmetric in `llama`; in `llama_equal` they coincide (rows = layers = heads = width of a head = key/value heads
-times two), which is what the dims of a trace and the batch of a microbatch are told apart by.
+Sizes are asymmetric in `llama`. In `llama_equal` they coincide: rows = layers = heads = width of a head, and what tells
+dims apart by their sizes is lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Kind:
         plan: for `parallelize_model`; None: by the model.
         refused: slugs by which axes are refused for this kind whatever the feature, each with the reason.
         deep: config fields with which it has four layers.
-        traits: what features ask: `causal`, `stock` (of transformers), `experts`, `attention` (all tokens mix by it), `vision`.
+        traits: what features ask: `causal`, `text`, `stock` (of transformers), `experts`, `recurrent`, `vision`.
     """
 
     build: Callable[..., nn.Module]
@@ -222,7 +222,7 @@ KINDS: dict[str, Kind] = {
         _shipped("t5"),
         _pair,
         traits=frozenset({"stock", "encoder-decoder"}),
-        deep={"num_layers": 4, "num_decoder_layers": 4},
+        deep={"num_hidden_layers": 4, "num_decoder_layers": 4},
         refused={"no-attention": "a decoder that attends to the encoder's tokens has two sequences"},
     ),
     "mixture": Kind(_family("qwen3_moe", mlp_only_layers=[]), _text, traits=STOCK_TEXT | {"experts"}),

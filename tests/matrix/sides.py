@@ -21,6 +21,7 @@ from parallelize import (
     full_gradients,
     full_state_dict,
     gather_sequence,
+    next_tokens,
     parallelize_model,
     split_sequence,
 )
@@ -228,8 +229,8 @@ class Alone(Side):
         inputs = {**self.inputs(number), **extra}
         targets, labels = inputs.pop("targets", None), inputs.pop("labels", None)
         inputs = {name: value for name, value in inputs.items() if value is not None}
-        if labels is not None:
-            return self.model(**inputs, labels=labels).loss
+        if labels is not None:  # what the stock loss means, which rounds logits to float32
+            targets = next_tokens(labels) if "causal" in self.kind.traits else labels
         targets = self.targets(number) if targets is None else targets
         if {"stock", "text"} <= self.kind.traits:
             inputs.setdefault("use_cache", False)

@@ -10,13 +10,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize import ShardedLogits, build_mesh, cross_entropy, full_gradients, full_parameter, parallelize_module
+from tests.support import device
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 LEARNING_RATE = 0.05
 
 
 def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Largest relative error and its name: max |a - b| over max |b|, floored at 1e-3 of the largest tensor's."""
+    """Largest relative error and its name: max |a - b| over max |b|, floored at 1e-3 of the largest tensor's.
+
+    Compared on the CPU, where full state dicts are.
+    """
+    actual, expected = device.on_cpu(actual), device.on_cpu(expected)
     assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     floor = 1e-3 * max((float(b.abs().max()) for b in expected.values() if b.numel()), default=0.0)
     errors = {

@@ -5,7 +5,8 @@ size). So a line of text of fixed length is sent first. With a backend that the 
 (about 0.1 ms on loopback). With a backend that a device drives, the host would have to wait for the device. There a
 line is sent through the store, the first time that this rank uses it with this group, and no data is sent until all
 ranks have posted the same line. If ranks run ops whose lines all of them have used before in different orders, that is
-not detected.
+not detected. A rank whose line is new to it, while the others have used theirs before, raises after a minute; the
+others wait for its data until the timeout of the group.
 """
 
 from __future__ import annotations

@@ -131,19 +131,23 @@ class _Allocations:
 
 
 def disagree(rank: int, differs: str) -> tuple[str, float]:
-    """The error of ranks that come with different arguments, and what the next call gives."""
+    """The error of ranks that come with different arguments, and what the next call sums for each input.
+
+    The arguments are new to both ranks: over NCCL those that all have used before are not compared again.
+    """
     rows, dtype = (
         (6 if rank and differs == "rows" else 4),
         (torch.int32 if rank and differs == "dtype" else torch.float32),
     )
-    x, weight, group = torch.ones(rows, 6).to(dtype), torch.ones(4, 6).to(dtype), dist.group.WORLD
+    width = {"rows": 6, "dtype": 5}[differs]
+    x, weight, group = torch.ones(rows, width).to(dtype), torch.ones(4, width).to(dtype), dist.group.WORLD
     try:
         all_gather_linear(x, weight, group=group, overlap="chunked")
         message = "nothing"
     except ShapeError as error:
         message = str(error)
-    x = torch.ones(4, 6)
-    return message, float(all_gather_linear(x, x, group=group, overlap="chunked").sum())
+    x = torch.ones(4, width)
+    return message, float(all_gather_linear(x, x, group=group, overlap="chunked").sum() / width)
 
 
 def fails_in_the_middle(rank: int, op: str, everywhere: bool) -> str:

@@ -1,21 +1,169 @@
-"""Steps, their batches, and what a step is given."""
+"""Steps of `parallel.step`: what they are given, and how often."""
 
 from __future__ import annotations
 
+import torch
+
+from parallelize import PackedRows, next_tokens
 from tests.matrix.feature import feature
+from tests.matrix.kinds import IGNORED, LENGTH, ROWS
 from tests.matrix.sides import Side
 
+POSITIONS_IN_FULL = {"positions-over-cp": "positions that the forward makes itself"}
 
-@feature(names=("parallelize_model", "ParallelModel", "next_tokens", "full_gradients", "full_state_dict"))
+
+@feature()
 def targets(side: Side) -> None:
     side.place()
     side.train()
 
 
-@feature(needs={"stock"})
+@feature()
 def labels(side: Side) -> None:
+    """As the stock model takes them: causal models shift them."""
     side.place()
-    for number in range(2):
-        side.step(number, labels=side.local(side.kind.labels(number)))
-        if not number:
-            side.update()
+    side.step(0, labels=side.local(side.kind.labels(0)))
+    side.update()
+    side.step(1, labels=side.local(side.kind.labels(1)))
+
+
+def packed_positions(rows: int = ROWS) -> torch.Tensor:
+    """Two documents a row, of which the second begins elsewhere in each row."""
+    starts = 3 + torch.arange(rows) % 5
+    positions = torch.arange(LENGTH).expand(rows, -1).clone()
+    return torch.where(positions >= starts[:, None], positions - starts[:, None], positions)
+
+
+@feature(needs={"causal", "stock"}, without={"recurrent"})
+def packed(side: Side) -> None:
+    side.place()
+    side.step(0, position_ids=side.local(packed_positions()))
+    side.update()
+    side.step(1, position_ids=side.local(packed_positions()))
+
+
+@feature(needs={"causal", "stock"}, without={"recurrent"})
+def packed_rows(side: Side) -> None:
+    """Documents of a data set in rows, by the package's own batches."""
+    side.place()
+    documents = [torch.arange(3, 3 + length) + 5 * number for number, length in enumerate((7, 5, 12, 4, 8, 6, 6, 9, 3))]
+    rows = PackedRows(documents, LENGTH)
+    batch = torch.utils.data.default_collate([rows[index % len(rows)] for index in range(ROWS)])
+    targets = batch.pop("targets") if "targets" in batch else next_tokens(batch["input_ids"])
+    side.step(0, **side.local(batch), targets=side.local(targets))
+
+
+@feature(needs={"text"}, without={"own"})
+def right_padding(side: Side) -> None:
+    side.place()
+    side.step(0, **_padded(side, right=True))
+
+
+@feature(needs={"causal", "stock"}, without={"recurrent"})
+def left_padding(side: Side) -> None:
+    side.place()
+    side.step(0, **_padded(side, right=False))
+
+
+def _padded(side: Side, right: bool) -> dict[str, torch.Tensor]:
+    inputs, targets = side.kind.batch(0)
+    lengths = LENGTH - torch.arange(ROWS) % 4
+    positions = torch.arange(LENGTH).expand(ROWS, -1)
+    mask = positions < lengths[:, None] if right else positions >= LENGTH - lengths[:, None]
+    ids = torch.where(mask, inputs["input_ids"], 0)
+    targets = torch.where(mask, targets, IGNORED)
+    return side.local({"input_ids": ids, "attention_mask": mask.long(), "targets": targets})
+
+
+@feature(needs={"text"})
+def rows_without_targets(side: Side) -> None:
+    """All rows but the last have none, so that data ranks and microbatches are empty."""
+    side.place()
+    targets = side.kind.batch(0)[1].clone()
+    targets[:-1] = IGNORED
+    side.step(0, targets=side.local(targets))
+
+
+@feature(needs={"text"})
+def batch_without_targets(side: Side) -> None:
+    side.place()
+    side.step(0)
+    side.step(0, targets=side.local(torch.full_like(side.kind.batch(0)[1], IGNORED)))
+
+
+@feature(needs={"text", "causal"})
+def other_lengths(side: Side) -> None:
+    """The second step has shorter sequences, of a length that no mesh divides."""
+    side.place()
+    side.step(0)
+    side.update()
+    inputs, targets = side.kind.batch(1)
+    side.step(1, input_ids=side.local(inputs["input_ids"][:, :7]), targets=side.local(targets[:, :7]))
+
+
+@feature(needs={"causal", "stock"})
+def embedded_inputs(side: Side) -> None:
+    side.place()
+    generator = torch.Generator().manual_seed(5)
+    width = side.model.config.hidden_size
+    embeds = torch.randn(ROWS, LENGTH, width, generator=generator, dtype=torch.float64)
+    side.step(0, input_ids=None, inputs_embeds=side.local(embeds))
+
+
+@feature()
+def more_microbatches(side: Side) -> None:
+    """Each of one row on four data ranks at most."""
+    side.place(num_microbatches=2)
+    side.train()
+
+
+@feature()
+def accumulated_steps(side: Side) -> None:
+    """Two steps before an update: gradients add up."""
+    side.place()
+    side.step(0)
+    side.step(1)
+    side.update()
+    side.step(0)
+
+
+@feature(on=lambda axis: axis.options.get("zero", 0) >= 2)
+def deferred_reduction(side: Side) -> None:
+    side.place(defer=True, **({} if side.alone or "pp" in side.axis.sizes else {"num_microbatches": 2}))
+    side.step(0)
+    side.step(1)
+    side.update()
+    side.step(0)
+
+
+@feature()
+def evaluation_between(side: Side) -> None:
+    side.place()
+    side.step(0)
+    side.model.eval()
+    side.evaluate(1)
+    side.model.train()
+    side.update()
+    side.step(1)
+
+
+@feature(needs={"text"})
+def own_loss(side: Side) -> None:
+    """A loss of the user's: the sum over a microbatch, and what it is divided by."""
+    side.place(loss=_squared_margin, count=lambda targets: targets.numel())
+    side.train()
+
+
+def _squared_margin(output: object, targets: torch.Tensor) -> torch.Tensor:
+    logits = getattr(output, "logits", output)
+    if hasattr(logits, "full_tensor"):
+        logits = logits.full_tensor()
+    chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return ((chosen - 1).square() * (targets != IGNORED)).sum()
+
+
+@feature(needs={"experts"}, overrides={"": {"output_router_logits": True, "router_aux_loss_coef": 0.1}})
+def router_loss(side: Side) -> None:
+    """The balance loss of a mixture, of the whole batch."""
+    side.place()
+    side.train()

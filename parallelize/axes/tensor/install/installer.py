@@ -420,7 +420,8 @@ class Installer:
             planned.leave = self.region.leave
             install(objects[region.leave], planned)
         decoder = region.enter.rpartition(".")[0].rpartition(".")[0]
-        objects[decoder].register_forward_pre_hook(refuse_hidden_states, with_kwargs=True)
+        if decoder in objects:
+            objects[decoder].register_forward_pre_hook(refuse_hidden_states, with_kwargs=True)
 
     def _planned(self, module: nn.Module) -> ModuleRuntime:
         return installed(module) or ModuleRuntime((), module.__dict__.get("forward"))

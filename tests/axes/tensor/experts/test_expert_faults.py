@@ -53,6 +53,7 @@ def test_four_processes_of_which_one_is_wrong(four_processes, axis, change):
         assert all(named in error and "such as 17" in error for error in results), results
 
 
+@pytest.mark.on_cpus("over NCCL the rank whose batch is not empty waits until the group's timeout")
 @pytest.mark.processes
 def test_processes_of_which_one_has_an_empty_batch(two_processes):
     """What ranks agree on before a step finds it; without that check, one would wait until the timeout of the group."""

@@ -94,6 +94,7 @@ def test_a_compiled_head_makes_its_logits(two_processes, loss_parallel):
         assert error < 1e-12 and result == kind
 
 
+@pytest.mark.on_cpus("kernels of a GPU allocate otherwise")
 @pytest.mark.variants(every=2)
 @pytest.mark.parametrize(
     ("sizes", "options"),

@@ -1,0 +1,146 @@
+"""What changes a forward: dropout and other draws, recomputation, hooks, overlap, dtypes, compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.matrix.feature import feature
+from tests.matrix.sides import Side
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.2},
+    "t5": {"dropout_rate": 0.2},
+    "vit": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.1},
+    "": {"attention_dropout": 0.2},
+}
+
+
+def layers_of(side: Side) -> nn.ModuleList:
+    """The list of layers; of an encoder and decoder the encoder's."""
+    return next(m for m in side.model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1)
+
+
+class Noise(nn.Module):
+    """Adds noise to what it gets, in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * torch.randn_like(x) if self.training else x
+
+
+def _with_noise(model: nn.Module) -> nn.Module:
+    layer = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1)[0]
+    for name, child in layer.named_children():
+        if "norm" in name or name.startswith("ln"):
+            layer.add_module(name, nn.Sequential(child, Noise()))
+            break
+    return model
+
+
+@feature(one_rank=True, needs={"stock"}, without={"recurrent"}, overrides={k: v for k, v in DROPOUT.items() if k})
+def dropout(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+@feature(one_rank=True, needs={"causal", "stock"}, without={"recurrent"}, overrides={"": {"attention_dropout": 0.2}})
+def attention_dropout(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+@feature(one_rank=True, needs={"stock"}, without={"recurrent"}, overrides={k: v for k, v in DROPOUT.items() if k})
+def recomputed_dropout(side: Side) -> None:
+    side.place(recompute="full")
+    side.train()
+
+
+@feature()
+def recompute_full(side: Side) -> None:
+    side.place(recompute="full")
+    side.train()
+
+
+@feature()
+def recompute_selective(side: Side) -> None:
+    side.place(recompute="selective")
+    side.train()
+
+
+@feature()
+def recompute_every_second(side: Side) -> None:
+    side.place(recompute="full", recompute_every=2)
+    side.train()
+
+
+@feature(needs={"stock"})
+def checkpointing_of_transformers(side: Side) -> None:
+    side.place()
+    side.model.gradient_checkpointing_enable()
+    side.train()
+
+
+@feature(on=lambda axis: axis.ranks("tp") > 1)
+def overlap_in_chunks(side: Side) -> None:
+    side.place(overlap="chunked")
+    side.train()
+
+
+@feature(on=lambda axis: axis.ranks("tp") > 1 and axis.ranks("pp") == 1 and axis.options.get("zero") != 3)
+def overlapped_microbatches(side: Side) -> None:
+    side.place(overlap_microbatches=True, num_microbatches=2)
+    side.train()
+
+
+@feature()
+def forward_hooks(side: Side) -> None:
+    """Of a layer: one that changes its output, and one that changes its gradient."""
+    side.place()
+    layer = layers_of(side)[1]
+    layer.register_forward_hook(lambda module, inputs, output: _scaled(output, 1.05))
+    layer.register_full_backward_hook(lambda module, gradients, _: tuple(_scaled(g, 0.9) for g in gradients))
+    side.train()
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    if isinstance(value, tuple):
+        return (_scaled(value[0], factor), *value[1:])
+    return value * factor if isinstance(value, torch.Tensor) else value
+
+
+@feature()
+def eval_of_a_layer(side: Side) -> None:
+    side.place()
+    layers_of(side)[0].eval()
+    side.train()
+
+
+@feature()
+def forward_without_backward(side: Side) -> None:
+    side.place()
+    side.step(0)
+    with torch.no_grad():
+        side.forward(1) if side.alone else side.parallel.forward(**side.inputs(1))
+    side.update()
+    side.step(1)
+
+
+@feature()
+def error_in_a_forward(side: Side) -> None:
+    """The step after one that failed is as if it had not been."""
+    side.place()
+    handle = layers_of(side)[1].register_forward_pre_hook(_raise)
+    try:
+        side.step(0)
+    except Exception as error:
+        assert "deliberate" in str(error), error
+    handle.remove()
+    for parameter in side.model.parameters():
+        parameter.grad = None
+    side.step(1)
+
+
+def _raise(module: nn.Module, inputs: Any) -> None:
+    raise RuntimeError("deliberate")

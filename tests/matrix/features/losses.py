@@ -1,0 +1,213 @@
+"""Losses of loops by hand: the module is called, a loss of the package is taken of sharded or deferred logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from parallelize import (
+    accumulate_gradients,
+    cross_entropy,
+    linear_cross_entropy,
+    loss_parallel,
+    token_entropy,
+    token_log_probs,
+    token_log_probs_and_entropy,
+    valid_tokens,
+)
+from tests.matrix.feature import feature
+from tests.matrix.kinds import IGNORED, logits_of, summed_loss
+from tests.matrix.sides import Side
+
+NOT_BY_HAND = {"stage-by-hand": "a stage of a pipeline runs in `step`"}
+
+
+def by_hand(side: Side, number: int = 0, **options: float) -> None:
+    """Forward, cross entropy of the package, backward."""
+    logits, targets = logits_of(side.forward(number)), side.split(side.targets(number))
+    if side.alone:
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum", **options)
+        loss = loss / side.count(number)
+    else:
+        loss = cross_entropy(logits, targets, num_tokens=side.count(number), **options)
+    loss.backward()
+    side.record("loss", side.summed(loss))
+
+
+@feature(refused=NOT_BY_HAND)
+def loop_by_hand(side: Side) -> None:
+    side.place()
+    by_hand(side, 0)
+    side.update()
+    by_hand(side, 1)
+
+
+@feature(refused=NOT_BY_HAND, needs={"text"})
+def label_smoothing(side: Side) -> None:
+    side.place()
+    by_hand(side, label_smoothing=0.1)
+
+
+@feature(refused=NOT_BY_HAND, needs={"text"})
+def z_loss(side: Side) -> None:
+    side.place()
+    logits, targets = logits_of(side.forward()), side.split(side.targets())
+    if side.alone:
+        square = logits.logsumexp(-1).square() * (targets != IGNORED)
+        loss = (summed_loss(logits, targets) + 0.01 * square.sum()) / side.count()
+    else:
+        loss = cross_entropy(logits, targets, num_tokens=side.count(), z_loss=0.01)
+    loss.backward()
+    side.record("loss", side.summed(loss))
+
+
+@feature(refused=NOT_BY_HAND)
+def accumulated_by_hand(side: Side) -> None:
+    side.place()
+    if side.alone:
+        by_hand(side, 0)
+        by_hand(side, 1)
+    else:
+        with accumulate_gradients(side.model):
+            by_hand(side, 0)
+            by_hand(side, 1)
+
+
+@feature(refused=NOT_BY_HAND, needs={"text"})
+def policy_gradient(side: Side) -> None:
+    """Log-probabilities times advantages, and entropy."""
+    side.place()
+    logits, ids = logits_of(side.forward()), side.split(side.targets())
+    valid = ids != IGNORED
+    if side.alone:
+        log_probs = logits.log_softmax(-1)
+        chosen = log_probs.gather(-1, ids.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+    else:
+        chosen, entropy = token_log_probs_and_entropy(logits, ids)
+    advantages = torch.where(valid, (ids % 5).double() - 2, 0)
+    loss = -((advantages * chosen + 0.1 * entropy * valid).sum()) / side.count()
+    loss.backward()
+    side.record("loss", side.summed(loss))
+
+
+@feature(refused=NOT_BY_HAND, needs={"text"}, others=(None,))
+def preference(side: Side) -> None:
+    """Direct preference optimization: two rows are a pair, and a frozen copy is the reference."""
+    side.place()
+    reference = side.others[0].requires_grad_(False).eval()
+    if not side.alone:
+        reference = side.apply(reference).module
+    chosen = _sequence_log_probs(side, side.model)
+    with torch.no_grad():
+        frozen = _sequence_log_probs(side, reference)
+    margins = (chosen - frozen)[0::2] - (chosen - frozen)[1::2]
+    share = 1 if side.alone else side.axis.ranks("cp")
+    loss = -F.logsigmoid(0.1 * margins).sum() / 4
+    (loss / share if share > 1 else loss).backward()
+    side.record("loss", side.summed(loss / share))
+
+
+def _sequence_log_probs(side: Side, model: torch.nn.Module) -> torch.Tensor:
+    """The sum of the log-probabilities of each row, [rows]; over cp that of the whole sequence."""
+    own, side.model = side.model, model
+    try:
+        logits, ids = logits_of(side.forward()), side.split(side.targets())
+    finally:
+        side.model = own
+    if side.alone:
+        return (logits.log_softmax(-1).gather(-1, ids.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (ids != IGNORED)).sum(1)
+    sums = token_log_probs(logits, ids).sum(1)
+    if side.axis.ranks("cp") > 1:
+        from torch.distributed.nn.functional import all_reduce
+
+        sums = all_reduce(sums, group=side.mesh.get_group("cp"))
+    return sums
+
+
+@feature(refused=NOT_BY_HAND, needs={"text"}, others=(None,))
+def distillation(side: Side) -> None:
+    """The cross entropy against the probabilities of a teacher that is on the same mesh."""
+    side.place()
+    teacher = side.others[0].requires_grad_(False).eval()
+    if not side.alone:
+        teacher = side.apply(teacher).module
+    student = side.model
+    with torch.no_grad():
+        side.model = teacher
+        wanted = _full(logits_of(side.forward())).softmax(-1)
+    side.model = student
+    loss = -(wanted * _full(logits_of(side.forward())).log_softmax(-1)).sum() / side.count()
+    loss.backward()
+    side.record("loss", side.summed(loss))
+
+
+def _full(logits: torch.Tensor) -> torch.Tensor:
+    return logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+
+
+@feature(needs={"text"})
+def fused_loss(side: Side) -> None:
+    """The head's logits are never stored."""
+    side.place(fuse_loss=True)
+    side.train()
+
+
+@feature(refused=NOT_BY_HAND, needs={"text"})
+def fused_entropy(side: Side) -> None:
+    side.place(fuse_loss=True)
+    logits, valid = logits_of(side.forward()), side.split(side.targets()) != IGNORED
+    if side.alone:
+        log_probs = logits.log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+    else:
+        entropy = token_entropy(logits)
+    loss = (entropy * valid).sum() / side.count()
+    loss.backward()
+    side.record("loss", side.summed(loss))
+
+
+@feature(refused=NOT_BY_HAND, needs={"text"})
+def torch_loss_parallel(side: Side) -> None:
+    """PyTorch's own loss, of sharded logits in PyTorch's context."""
+    side.place()
+    logits, targets = logits_of(side.forward()), side.split(side.targets())
+    if side.alone:
+        loss = summed_loss(logits, targets) / side.count()
+        loss.backward()
+    else:
+        with loss_parallel():
+            loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum") / side.count()
+            loss.backward()
+    side.record("loss", side.summed(loss))
+
+
+@feature(refused=NOT_BY_HAND, needs={"text"})
+def counted_tokens(side: Side) -> None:
+    """The global count of targets, by the package."""
+    side.place()
+    targets = side.split(side.targets())
+    count = side.count() if side.alone else valid_tokens(targets, side.mesh)
+    side.record("count", float(count))
+    logits = logits_of(side.forward())
+    loss = summed_loss(logits, targets) / count if side.alone else cross_entropy(logits, targets, mesh=side.mesh)
+    loss.backward()
+    side.record("loss", side.summed(loss))
+
+
+@feature(refused=NOT_BY_HAND, needs={"text", "causal"})
+def loss_of_hidden_states(side: Side) -> None:
+    """`linear_cross_entropy` of the model's own head, whose weight the package finds sharded."""
+    side.place()
+    hidden = {}
+    head = side.model.get_output_embeddings() if hasattr(side.model, "get_output_embeddings") else side.model.head
+    handle = head.register_forward_pre_hook(lambda _, inputs: hidden.update(x=inputs[0]))
+    side.forward()
+    handle.remove()
+    targets = side.split(side.targets())
+    if side.alone:
+        loss = summed_loss(head(hidden["x"]), targets) / side.count()
+    else:
+        loss = linear_cross_entropy(hidden["x"], head.weight, targets, bias=head.bias, num_tokens=side.count())
+    loss.backward()
+    side.record("loss", side.summed(loss))

@@ -1,0 +1,133 @@
+"""Optimizers: each class that steps shards, their forms and parameter groups, and those that need full matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import optim
+
+from parallelize import Muon, local_optimizer
+from tests.matrix.feature import feature
+from tests.matrix.sides import Side
+
+STABLE = {"eps": 1e-2}
+"""Where a gradient is divided by its own size, rounding of the smallest ones would be all that is compared."""
+
+CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd_momentum": (optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "adam": (optim.Adam, {**STABLE, "amsgrad": True}),
+    "adamw": (optim.AdamW, {**STABLE, "weight_decay": 0.1}),
+    "adamw_foreach": (optim.AdamW, {**STABLE, "foreach": True}),
+    "adamw_fused": (optim.AdamW, {**STABLE, "fused": True}),
+    "adagrad": (optim.Adagrad, STABLE),
+    "adadelta": (optim.Adadelta, STABLE),
+    "adamax": (optim.Adamax, STABLE),
+    "nadam": (optim.NAdam, STABLE),
+    "radam": (optim.RAdam, STABLE),
+    "rmsprop": (optim.RMSprop, {**STABLE, "momentum": 0.5, "centered": True}),
+    "asgd": (optim.ASGD, {}),
+}
+
+FULL_MATRICES = {"not-elementwise": "needs full matrices or one vector of all parameters"}
+
+
+def _trains_with(cls: Any, options: dict[str, Any]) -> Any:
+    def run(side: Side) -> None:
+        side.place()
+        side.optimizer(cls, **options)
+        side.train(3)
+
+    return run
+
+
+for _name, (_cls, _options) in CLASSES.items():
+    feature(name=_name)(_trains_with(_cls, _options))
+
+feature(name="adafactor", refused=FULL_MATRICES)(_trains_with(optim.Adafactor, {}))
+feature(name="rprop")(_trains_with(optim.Rprop, {}))
+
+
+@feature(refused=FULL_MATRICES)
+def lbfgs(side: Side) -> None:
+    side.place()
+    optimizer = side.optimizer(optim.LBFGS, max_iter=1)
+    side.step(0)
+    optimizer.step(lambda: torch.tensor(1.0))
+    optimizer.zero_grad()
+
+
+@feature(one_rank=True, bound=2e-2)
+def muon(side: Side) -> None:
+    """Orthogonalized in bfloat16, so that rounding of the gradients shows."""
+    side.place()
+    side.optimizer(Muon, lr=0.02, adamw_lr=1e-3)
+    side.step(0)
+    side.update()
+
+
+@feature()
+def parameter_groups(side: Side) -> None:
+    side.place()
+    matrices = [p for p in side.model.parameters() if p.ndim > 1]
+    others = [p for p in side.model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.2}, {"params": others, "lr": 0.02, "weight_decay": 0.0}]
+    side.optimizer(optim.AdamW, groups, **STABLE)
+    side.train()
+
+
+@feature()
+def two_optimizers(side: Side) -> None:
+    side.place()
+    ends = side.like("embed", "wte", "wpe", "shared")
+    ids = {id(p) for p in ends.values()}
+    side.optimizer(optim.SGD, [p for p in side.model.parameters() if id(p) not in ids], momentum=0.9)
+    if side.alone or ends:
+        side.optimizer(optim.AdamW, list(ends.values()), **STABLE)
+    side.train()
+
+
+@feature()
+def learning_rate_schedule(side: Side) -> None:
+    side.place()
+    scheduler = optim.lr_scheduler.LambdaLR(side.optimizer(optim.SGD, momentum=0.5), lambda step: 1 / (1 + step))
+    for number in range(3):
+        side.step(number)
+        side.update()
+        scheduler.step()
+
+
+@feature()
+def offloaded_state(side: Side) -> None:
+    side.place()
+    side.optimizer(optim.AdamW, **STABLE, **({} if side.alone else {"offload_state": True}))
+    side.train(3)
+
+
+@feature(on=lambda axis: axis.ranks("dp", "dp_replicate", "pp") == 1)
+def local_steps(side: Side) -> None:
+    """An optimizer of the user's own whose step runs on local tensors."""
+    side.place()
+    optimizer = optim.AdamW(side.model.parameters(), lr=0.05, **STABLE)
+    side.optimizers.append(optimizer if side.alone else local_optimizer(optimizer))
+    side.train(3)
+
+
+@feature()
+def cleared_state(side: Side) -> None:
+    side.place()
+    optimizer = side.optimizer(optim.SGD, momentum=0.9)
+    side.train()
+    side.update()
+    optimizer.state.clear()
+    side.train()
+
+
+@feature()
+def state_round_trip(side: Side) -> None:
+    side.place()
+    optimizer = side.optimizer(optim.AdamW, **STABLE)
+    side.train()
+    side.update()
+    optimizer.load_state_dict(optimizer.state_dict())
+    side.train()

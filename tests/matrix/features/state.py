@@ -348,8 +348,15 @@ def deep_copy(side: Side) -> None:
     side.update()
     for name, value in side.beside(copied).every_weight().items():
         side.record(f"weight {name} copied", value)
-    if side.alone or "pp" not in side.axis.sizes:
-        side.beside(copied).evaluate_by_hand(2)
+
+
+@feature(on=lambda axis: "pp" not in axis.sizes, refused=COPIED)
+def deep_copy_evaluated(side: Side) -> None:
+    side.place()
+    side.step(0)
+    copied = copy.deepcopy(side.model)
+    side.update()
+    side.beside(copied).evaluate_by_hand(2)
 
 
 @feature(names=("random_state", "set_random_state"))

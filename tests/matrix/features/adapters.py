@@ -31,6 +31,9 @@ PROMPTS = {"causal", "stock"}
 
 
 def _linears(model: nn.Module) -> Any:
+    """Of a mixture those of its attention: its experts are no linears."""
+    if hasattr(getattr(model, "config", None), "num_experts"):
+        return ["q_proj", "k_proj", "v_proj", "o_proj"]
     return "all-linear" if hasattr(model, "config") else OWN_LINEARS
 
 
@@ -68,9 +71,10 @@ def prompts(name: str) -> Callable[[nn.Module], nn.Module]:
 
 def _moved(model: nn.Module) -> nn.Module:
     """Adapters have other values than those with which they change nothing, by their names alone."""
-    model.double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if parameter.dtype != torch.float64 and parameter.is_floating_point():
+                parameter.data = parameter.data.double()
             if parameter.requires_grad and "modules_to_save" not in name:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
@@ -126,10 +130,32 @@ def ia3_after(side: Side) -> None:
     side.train()
 
 
-@adapters(prepare=lora(target_modules=["q_proj"], target_parameters=["experts.down_proj"]), needs={"experts"})
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
+@adapters(prepare=lora(**EXPERTS), needs={"experts"})
 def lora_of_experts(side: Side) -> None:
     side.place()
     side.train()
+
+
+@adapters(needs={"experts"}, refused={"added-parameter": "those of experts over ep come before the plan"})
+def lora_of_experts_after(side: Side) -> None:
+    side.place()
+    with seeded(1):
+        side.model = lora(**EXPERTS)(side.model)
+    side.train()
+
+
+@adapters(prepare=lora(**EXPERTS), needs={"experts"})
+def merged_experts(side: Side) -> None:
+    side.place()
+    side.step(0)
+    side.update()
+    side.model.merge_adapter()
+    side.evaluate(1)
+    side.model.unmerge_adapter()
+    side.step(1)
 
 
 def _train_with_prompts(side: Side) -> None:

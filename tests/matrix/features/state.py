@@ -359,6 +359,17 @@ def deep_copy_evaluated(side: Side) -> None:
     side.beside(copied).evaluate_by_hand(2)
 
 
+@feature()
+def converted(side: Side) -> None:
+    """`module.to(dtype)` of a model on a mesh, of the dtype that it has."""
+    side.place()
+    side.model.to(torch.float64)
+    for number in range(2):
+        side.step(number)
+        side.clip(0.5)
+        side.update()
+
+
 @feature(names=("random_state", "set_random_state"))
 def random_states(side: Side) -> None:
     side.place()

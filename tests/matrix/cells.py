@@ -169,7 +169,9 @@ def judge(
 
 def _refusal(refused: dict[str, str], error: BaseException) -> Verdict:
     trace = "".join(traceback.format_exception(error))
-    slugs = list(error.slugs) if isinstance(error, ParallelizeError) else re.findall(_SLUG_IN_TEXT, str(error))
+    slugs = list(error.slugs) if isinstance(error, ParallelizeError) else ["stage-failed"]
+    if "stage-failed" in slugs:  # the error of a rank, on the others
+        slugs = re.findall(_SLUG_IN_TEXT, str(error))
     for slug in slugs:
         if slug in refused:
             return Verdict(REFUSED, slug, trace)

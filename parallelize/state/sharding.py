@@ -7,9 +7,9 @@ even `Shard` of permuted elements. Shards are padded at the end where ranks stor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize.base.layout import Layout
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.comm.broadcasts import broadcast_together, messages
 from parallelize.comm.groups import Group
 from parallelize.plan.options import STANDARD
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
@@ -63,8 +64,16 @@ def shared_of(layout: Layout, rank: int) -> Shared:
     return tuple((layout.dim or 0, start, stop, len(ranks)) for start, stop, ranks in layout.shared(rank))
 
 
+class Unsharded(NamedTuple):
+    """A full parameter, the layout in which it is to be stored, and the axis of the mesh that the layout is over."""
+
+    full: Any
+    layout: Layout
+    axis: DeviceMesh
+
+
 class Sharder:
-    """Replaces full parameters by DTensors, one at a time.
+    """Replaces full parameters by DTensors.
 
     Args:
         source: the rank whose values are broadcast to those of the layout's axis; None: each rank shards its own.
@@ -78,28 +87,50 @@ class Sharder:
     def shard(self, module: nn.Module, resolved: ResolvedPlan, axis_of: Callable[[ParameterRow], DeviceMesh]) -> None:
         """axis_of: the axis of the mesh that a row's layout is over."""
         modules = dict(module.named_modules(remove_duplicate=False))
-        for row in resolved.parameters.values():
-            if row.plain:
-                continue
+        rows = [row for row in resolved.parameters.values() if not row.plain]
+        unsharded = []
+        for row in rows:
             owner, _, key = row.fqn.rpartition(".")
-            new = self.parameter(modules[owner]._parameters[key], row.layout, axis_of(row))
-            for name in row.fact.names:
+            unsharded.append(Unsharded(modules[owner]._parameters[key], row.layout, axis_of(row)))
+        for index, new in self.parameters(unsharded):
+            for name in rows[index].fact.names:
                 owner, _, key = name.rpartition(".")
                 modules[owner]._parameters[key] = new
 
-    def parameter(self, full: Any, layout: Layout, axis: DeviceMesh) -> nn.Parameter:
-        """The DTensor parameter for a full one, with the same flags and attributes."""
-        group = Group(axis.get_group())
+    def parameters(self, unsharded: Sequence[Unsharded]) -> Iterator[tuple[int, nn.Parameter]]:
+        """(index, the DTensor parameter) for each full one, with the same flags and attributes, as values arrive.
+
+        Cost: a broadcast of each entry of `broadcasts.messages`.
+        """
+        sent = []
+        for index, (full, layout, axis) in enumerate(unsharded):
+            if full.is_meta or self.source is None or Group(axis.get_group()).size == 1:
+                yield index, self._stored(full, full.detach(), layout, axis)
+            else:
+                sent.append(index)
+        groups = [Group(unsharded[index].axis.get_group()) for index in sent]
+        for message in messages([unsharded[index].full.detach() for index in sent], groups):
+            yield from self._arrived(unsharded, [sent[number] for number in message])
+
+    def _arrived(self, unsharded: Sequence[Unsharded], indices: list[int]) -> Iterator[tuple[int, nn.Parameter]]:
+        """The parameters of one message, which is freed before the next one."""
+        assert self.source is not None
+        axis = unsharded[indices[0]].axis
+        tensors = [unsharded[index].full.detach() for index in indices]
+        values = broadcast_together(tensors, Group(axis.get_group()), self.source, axis.device_type)
+        for index, value in zip(indices, values, strict=True):
+            full, layout, _ = unsharded[index]
+            yield index, self._stored(full, value, layout, axis)
+
+    def _stored(self, full: Any, data: torch.Tensor, layout: Layout, axis: DeviceMesh) -> nn.Parameter:
+        """The parameter of this rank. data: the values that count, of the full parameter."""
+        rank = Group(axis.get_group()).rank
         dtype = self.dtype if self.dtype is not None and full.is_floating_point() else full.dtype
         device = full.device if full.is_meta or self.device is None else torch.device(self.device)
-        data = full.detach()
-        if not full.is_meta and self.source is not None and group.size > 1:
-            data = data.to(axis.device_type).clone(memory_format=torch.contiguous_format)
-            group.broadcast(data, self.source)
-        local = store(data, layout, group.rank).to(device=device, dtype=dtype)
-        new = nn.Parameter(self._dtensor(local, layout, axis), requires_grad=full.requires_grad)
+        local = store(data, layout, rank).to(device=device, dtype=dtype)
+        new = private.parameter_of(self._dtensor(local, layout, axis), full.requires_grad)
         new.__dict__.update(full.__dict__)
-        mark_parameter(new, own=True, shared=shared_of(layout, group.rank))
+        mark_parameter(new, own=True, shared=shared_of(layout, rank))
         return new
 
     def _dtensor(self, stored: torch.Tensor, layout: Layout, axis: DeviceMesh) -> DTensor:

@@ -71,6 +71,10 @@ class Unsharded(NamedTuple):
     layout: Layout
     axis: DeviceMesh
 
+    @property
+    def group(self) -> Group:
+        return Group(self.axis.get_group())
+
 
 class Sharder:
     """Replaces full parameters by DTensors.
@@ -103,28 +107,29 @@ class Sharder:
         Cost: a broadcast of each entry of `broadcasts.messages`.
         """
         sent = []
-        for index, (full, layout, axis) in enumerate(unsharded):
-            if full.is_meta or self.source is None or Group(axis.get_group()).size == 1:
-                yield index, self._stored(full, full.detach(), layout, axis)
+        groups = [item.group for item in unsharded]
+        for index, (item, group) in enumerate(zip(unsharded, groups, strict=True)):
+            if item.full.is_meta or self.source is None or group.size == 1:
+                yield index, self._stored(item, item.full.detach(), group.rank)
             else:
                 sent.append(index)
-        groups = [Group(unsharded[index].axis.get_group()) for index in sent]
-        for message in messages([unsharded[index].full.detach() for index in sent], groups):
-            yield from self._arrived(unsharded, [sent[number] for number in message])
+        for message in messages([unsharded[n].full.detach() for n in sent], [groups[n] for n in sent]):
+            yield from self._arrived(unsharded, [sent[number] for number in message], groups[sent[message[0]]])
 
-    def _arrived(self, unsharded: Sequence[Unsharded], indices: list[int]) -> Iterator[tuple[int, nn.Parameter]]:
+    def _arrived(
+        self, unsharded: Sequence[Unsharded], indices: list[int], group: Group
+    ) -> Iterator[tuple[int, nn.Parameter]]:
         """The parameters of one message, which is freed before the next one."""
         assert self.source is not None
-        axis = unsharded[indices[0]].axis
         tensors = [unsharded[index].full.detach() for index in indices]
-        values = broadcast_together(tensors, Group(axis.get_group()), self.source, axis.device_type)
+        device = unsharded[indices[0]].axis.device_type
+        values = broadcast_together(tensors, group, self.source, device)
         for index, value in zip(indices, values, strict=True):
-            full, layout, _ = unsharded[index]
-            yield index, self._stored(full, value, layout, axis)
+            yield index, self._stored(unsharded[index], value, group.rank)
 
-    def _stored(self, full: Any, data: torch.Tensor, layout: Layout, axis: DeviceMesh) -> nn.Parameter:
+    def _stored(self, unsharded: Unsharded, data: torch.Tensor, rank: int) -> nn.Parameter:
         """The parameter of this rank. data: the values that count, of the full parameter."""
-        rank = Group(axis.get_group()).rank
+        full, layout, axis = unsharded
         dtype = self.dtype if self.dtype is not None and full.is_floating_point() else full.dtype
         device = full.device if full.is_meta or self.device is None else torch.device(self.device)
         local = store(data, layout, rank).to(device=device, dtype=dtype)

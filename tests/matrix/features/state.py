@@ -361,9 +361,9 @@ def deep_copy_evaluated(side: Side) -> None:
 
 @feature()
 def converted(side: Side) -> None:
-    """`module.to(dtype)` of a model on a mesh, of the dtype that it has."""
+    """Casts and moves of a model on a mesh, to what it is already."""
     side.place()
-    side.model.to(torch.float64)
+    side.model.to(torch.float64).double().cpu()
     for number in range(2):
         side.step(number)
         side.clip(0.5)

@@ -41,9 +41,7 @@ def all_cells() -> list[Cell]:
     Each feature on every axis for one kind of model. For the other kinds on the axes of experts, if they have any, and
     on two others, drawn by hash, so that over all features each kind has been on each axis. `run` takes any cell.
     """
-    return [
-        (name, kind, axis) for name, row in load_features().items() for kind in KINDS for axis in _axes(row, kind)
-    ]
+    return [(name, kind, axis) for name, row in load_features().items() for kind in KINDS for axis in _axes(row, kind)]
 
 
 def _axes(row: Feature, kind: str) -> list[str]:

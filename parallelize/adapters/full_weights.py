@@ -25,6 +25,7 @@ _COMBINE = (
     "combine adapters before the plan; or save_adapter(model, folder) on every rank, then combine them in one process, "
     "and model.load_adapter(folder, name) here"
 )
+_MERGE_IN_ONE = "save_adapter(model, folder) on every rank, then merge in one process; or zero=2"
 _MERGE = (
     "save_adapter(model, folder) on every rank, then merge in one process; or get_peft_model(model, config) before the "
     "plan"
@@ -63,17 +64,24 @@ class _FullSizes:
 
 def refuse_merging_into_shards(layer: nn.Module, base: nn.Module) -> None:
     """Raises: ModelError `unplanned-adapter` where data ranks store rows of a layer (ZeRO 3), and its adapters in full,
-    which were added later."""
+    which were added later; or rows of adapters, and the layer's experts over `ep`."""
     bases = {id(parameter) for parameter in base.parameters()}
-    adapters = (parameter for parameter in layer.parameters() if id(parameter) not in bases)
-    if _is_sharded_by_rows(base) and not all(map(_is_sharded_over_data, adapters)):
-        what = "adapters that were added under ZeRO 3 are merged, and this rank stores rows of the layers"
-        raise ModelError(Problem("unplanned-adapter", what, fix=_MERGE))
+    adapters = [parameter for parameter in layer.parameters() if id(parameter) not in bases]
+    name = getattr(layer, "parameter_name", "weight")
+    if _is_sharded_by_rows(base, name):
+        if not all(map(_is_sharded_over_data, adapters)):
+            what = "adapters that were added under ZeRO 3 are merged, and this rank stores rows of the layers"
+            raise ModelError(Problem("unplanned-adapter", what, fix=_MERGE))
+    elif any(map(_is_sharded_over_data, adapters)):
+        what = (
+            f"ZeRO 3 shards the adapters of {name} over all data ranks, and {name} over others: ep divides the experts"
+        )
+        raise ModelError(Problem("unplanned-adapter", what, fix=_MERGE_IN_ONE))
 
 
-def _is_sharded_by_rows(module: nn.Module) -> bool:
-    """Whether `fully_shard` has sharded it, which gathers it before its forward."""
-    return _is_sharded_over_data(module._parameters.get("weight"))
+def _is_sharded_by_rows(module: nn.Module, name: str = "weight") -> bool:
+    """Whether `fully_shard` has sharded a parameter, which gathers it before the module's forward."""
+    return _is_sharded_over_data(module._parameters.get(name))
 
 
 def _is_sharded_over_data(parameter: Any) -> bool:

@@ -75,7 +75,9 @@ class ResolvedPlan:
 
     def stage_of(self, fqn: str) -> int:
         """The stage that owns a module or parameter; 0 for what every stage has."""
-        return (self.stages.stage_of(fqn) or 0) if self.stages is not None else 0
+        if self.stages is None or self.stages.num_stages == 1:
+            return 0
+        return self.stages.stage_of(fqn) or 0
 
     def pp_ranks(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """The pp ranks that store any of these parameters, in the order of their stages."""

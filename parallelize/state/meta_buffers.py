@@ -182,8 +182,9 @@ def _buffer_from_constructor(owner: nn.Module, key: str) -> torch.Tensor | None:
 # Moves and casts of a parallelized model, such as `.to()`.
 
 
-_OF_TO = "Module.to.<locals>.convert"
-"""What `.to()` applies to each tensor."""
+_CASTS = ("float", "double", "half", "bfloat16", "cpu", "cuda")
+_CONVERSIONS = {"Module.to.<locals>.convert", *(f"Module.{name}.<locals>.<lambda>" for name in _CASTS)}
+"""What `.to()`, and methods that are short for it, apply to each tensor."""
 
 
 def guard_moves(module: nn.Module) -> None:
@@ -213,9 +214,9 @@ def _apply(self: Any, fn: Callable, recurse: bool = True) -> nn.Module:
 
 
 def _stays(module: nn.Module, fn: Callable) -> bool:
-    """Whether this is a `.to()` that changes nothing of the module's own tensors. PyTorch would replace DTensors all
-    the same, and fails where something refers to one weakly, as what reduces its gradient does."""
-    if getattr(fn, "__qualname__", "") != _OF_TO:
+    """Whether this is a `.to()` or a cast that changes nothing of the module's own tensors. PyTorch would replace
+    DTensors all the same, and fails where something refers to one weakly, as what reduces its gradient does."""
+    if getattr(fn, "__qualname__", "") not in _CONVERSIONS:
         return False
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     tensors = [private.plain_local(tensor).detach() for tensor in [*own, *(x.grad for x in own if x.grad is not None)]]

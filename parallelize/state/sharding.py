@@ -7,9 +7,9 @@ even `Shard` of permuted elements. Shards are padded at the end where ranks stor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize.base.layout import Layout
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.comm.broadcasts import broadcast_together, messages
 from parallelize.comm.groups import Group
 from parallelize.plan.options import STANDARD
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
@@ -63,8 +64,20 @@ def shared_of(layout: Layout, rank: int) -> Shared:
     return tuple((layout.dim or 0, start, stop, len(ranks)) for start, stop, ranks in layout.shared(rank))
 
 
+class Unsharded(NamedTuple):
+    """A full parameter, the layout in which it is to be stored, and the axis of the mesh that the layout is over."""
+
+    full: Any
+    layout: Layout
+    axis: DeviceMesh
+
+    @property
+    def group(self) -> Group:
+        return Group(self.axis.get_group())
+
+
 class Sharder:
-    """Replaces full parameters by DTensors, one at a time.
+    """Replaces full parameters by DTensors.
 
     Args:
         source: the rank whose values are broadcast to those of the layout's axis; None: each rank shards its own.
@@ -78,28 +91,51 @@ class Sharder:
     def shard(self, module: nn.Module, resolved: ResolvedPlan, axis_of: Callable[[ParameterRow], DeviceMesh]) -> None:
         """axis_of: the axis of the mesh that a row's layout is over."""
         modules = dict(module.named_modules(remove_duplicate=False))
-        for row in resolved.parameters.values():
-            if row.plain:
-                continue
+        rows = [row for row in resolved.parameters.values() if not row.plain]
+        unsharded = []
+        for row in rows:
             owner, _, key = row.fqn.rpartition(".")
-            new = self.parameter(modules[owner]._parameters[key], row.layout, axis_of(row))
-            for name in row.fact.names:
+            unsharded.append(Unsharded(modules[owner]._parameters[key], row.layout, axis_of(row)))
+        for index, new in self.parameters(unsharded):
+            for name in rows[index].fact.names:
                 owner, _, key = name.rpartition(".")
                 modules[owner]._parameters[key] = new
 
-    def parameter(self, full: Any, layout: Layout, axis: DeviceMesh) -> nn.Parameter:
-        """The DTensor parameter for a full one, with the same flags and attributes."""
-        group = Group(axis.get_group())
+    def parameters(self, unsharded: Sequence[Unsharded]) -> Iterator[tuple[int, nn.Parameter]]:
+        """(index, the DTensor parameter) for each full one, with the same flags and attributes, as values arrive.
+
+        Cost: a broadcast of each entry of `broadcasts.messages`.
+        """
+        sent = []
+        groups = [item.group for item in unsharded]
+        for index, (item, group) in enumerate(zip(unsharded, groups, strict=True)):
+            if item.full.is_meta or self.source is None or group.size == 1:
+                yield index, self._stored(item, item.full.detach(), group.rank)
+            else:
+                sent.append(index)
+        for message in messages([unsharded[n].full.detach() for n in sent], [groups[n] for n in sent]):
+            yield from self._arrived(unsharded, [sent[number] for number in message], groups[sent[message[0]]])
+
+    def _arrived(
+        self, unsharded: Sequence[Unsharded], indices: list[int], group: Group
+    ) -> Iterator[tuple[int, nn.Parameter]]:
+        """The parameters of one message, which is freed before the next one."""
+        assert self.source is not None
+        tensors = [unsharded[index].full.detach() for index in indices]
+        device = unsharded[indices[0]].axis.device_type
+        values = broadcast_together(tensors, group, self.source, device)
+        for index, value in zip(indices, values, strict=True):
+            yield index, self._stored(unsharded[index], value, group.rank)
+
+    def _stored(self, unsharded: Unsharded, data: torch.Tensor, rank: int) -> nn.Parameter:
+        """The parameter of this rank. data: the values that count, of the full parameter."""
+        full, layout, axis = unsharded
         dtype = self.dtype if self.dtype is not None and full.is_floating_point() else full.dtype
         device = full.device if full.is_meta or self.device is None else torch.device(self.device)
-        data = full.detach()
-        if not full.is_meta and self.source is not None and group.size > 1:
-            data = data.to(axis.device_type).clone(memory_format=torch.contiguous_format)
-            group.broadcast(data, self.source)
-        local = store(data, layout, group.rank).to(device=device, dtype=dtype)
-        new = nn.Parameter(self._dtensor(local, layout, axis), requires_grad=full.requires_grad)
+        local = store(data, layout, rank).to(device=device, dtype=dtype)
+        new = private.parameter_of(self._dtensor(local, layout, axis), full.requires_grad)
         new.__dict__.update(full.__dict__)
-        mark_parameter(new, own=True, shared=shared_of(layout, group.rank))
+        mark_parameter(new, own=True, shared=shared_of(layout, rank))
         return new
 
     def _dtensor(self, stored: torch.Tensor, layout: Layout, axis: DeviceMesh) -> DTensor:

@@ -134,8 +134,8 @@ def parallelize_module(
     Returns: the same module; its parameters are DTensors, its activations plain local tensors.
     Raises: a backward, ModelError `unreduced-gradients`. This call, PlanError, ModelError (such as `early-optimizer`),
         MeshError, ShapeError before anything is changed; HandshakeError where ranks differ. On every rank.
-    Cost: one exchange of digests, and, unless src_data_rank is None, one broadcast over `tp` of every parameter's
-        bytes.
+    Cost: one exchange of digests, and, unless src_data_rank is None, a broadcast over `tp` of every parameter's bytes,
+        in messages of up to 64 MB of one dtype; a larger parameter is one of its own.
     """
     mesh = device_mesh if device_mesh is not None else private.current_mesh()
     if not isinstance(mesh, DeviceMesh):

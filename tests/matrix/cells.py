@@ -60,7 +60,8 @@ def run_cell(feature_name: str, kind_name: str, axis_name: str, pool: Any = None
     """A cell on ranks that are threads, or on the processes of a pool."""
     feature, kind, axis = load_features()[feature_name], KINDS[kind_name], AXES[axis_name]
     expected = reference(feature, kind_name, axis.deep)
-    return judge(feature, kind, *ranks_of(feature, kind_name, kind, axis, pool), expected)
+    bounds = bounds_of(feature, kind_name, axis.deep, expected)
+    return judge(feature, kind, *ranks_of(feature, kind_name, kind, axis, pool), expected, bounds)
 
 
 def ranks_of(
@@ -108,15 +109,35 @@ def reference(feature: Feature, kind_name: str, deep: bool = False) -> Records:
     if key not in _REFERENCES:
         kind = KINDS[kind_name]
         if feature.one_rank:
-            (records,), error = ranks_of(feature, kind_name, kind, replace(AXES["one"], deep=deep))
-            if error is not None:
-                raise error
+            records = _on_one_rank(feature, kind_name, deep)
         else:
             own = copy.deepcopy(models_of(feature, kind_name, deep))
             with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
                 records = run_side(feature, Alone(kind, own[0], folder, own[1:]))
         _keep(_REFERENCES, key, records)
     return _REFERENCES[key]
+
+
+def _on_one_rank(feature: Feature, kind_name: str, deep: bool) -> Records:
+    ranks, error = ranks_of(feature, kind_name, KINDS[kind_name], replace(AXES["one"], deep=deep))
+    if error is not None:
+        raise error
+    return ranks[0]
+
+
+_BOUNDS: OrderedDict[tuple[str, str, bool], dict[str, float]] = OrderedDict()
+
+
+def bounds_of(feature: Feature, kind_name: str, deep: bool, expected: Records) -> dict[str, float]:
+    """Group of records -> the largest error that is allowed, where a feature rounds."""
+    key = (feature.name, kind_name, deep)
+    if key not in _BOUNDS:
+        bounds = {}
+        if feature.rounds is not None:
+            own, least = _on_one_rank(feature, kind_name, deep), 2 * torch.finfo(feature.rounds).eps
+            bounds = {group: max(3 * error, least) for group, (error, _) in errors_of(own, expected).items()}
+        _keep(_BOUNDS, key, bounds)
+    return _BOUNDS[key]
 
 
 def models_of(feature: Feature, kind_name: str, deep: bool) -> tuple[nn.Module, ...]:
@@ -156,12 +177,17 @@ def _keep(cache: OrderedDict, key: Any, value: Any) -> None:
 
 
 def judge(
-    feature: Feature, kind: Kind, ranks: list[Records], error: BaseException | None, expected: Records
+    feature: Feature,
+    kind: Kind,
+    ranks: list[Records],
+    error: BaseException | None,
+    expected: Records,
+    bounds: dict[str, float],
 ) -> Verdict:
     if error is not None:
         return _refusal({**feature.refused, **kind.refused}, error)
     for rank, records in enumerate(ranks):
-        problem = difference(records, expected, feature.bound, all_weights=rank == 0)
+        problem = difference(records, expected, feature.bound, bounds, all_weights=rank == 0)
         if problem:
             return Verdict(WRONG, f"rank {rank}: {problem}")
     return Verdict(RIGHT)
@@ -169,7 +195,9 @@ def judge(
 
 def _refusal(refused: dict[str, str], error: BaseException) -> Verdict:
     trace = "".join(traceback.format_exception(error))
-    slugs = list(error.slugs) if isinstance(error, ParallelizeError) else re.findall(_SLUG_IN_TEXT, str(error))
+    slugs = list(error.slugs) if isinstance(error, ParallelizeError) else ["stage-failed"]
+    if "stage-failed" in slugs:  # the error of a rank, on the others
+        slugs = re.findall(_SLUG_IN_TEXT, str(error))
     for slug in slugs:
         if slug in refused:
             return Verdict(REFUSED, slug, trace)
@@ -180,23 +208,31 @@ def _refusal(refused: dict[str, str], error: BaseException) -> Verdict:
 _SLUG_IN_TEXT = re.compile(r"\b([a-z]+(?:-[a-z0-9]+)+): ")
 
 
-def difference(records: Records, expected: Records, bound: float, all_weights: bool) -> str:
+def difference(records: Records, expected: Records, bound: float, bounds: dict[str, float], all_weights: bool) -> str:
     """What differs between a rank and the reference; empty where nothing does."""
     wanted = {name: value for name, value in expected.items() if all_weights or not name.startswith("weight ")}
     if records.keys() - expected.keys() or wanted.keys() - records.keys():
         missing, more = sorted(wanted.keys() - records.keys()), sorted(records.keys() - expected.keys())
         return f"names: {len(missing)} missing {missing[:2]}, {len(more)} more {more[:2]}"
+    for name, value in records.items():
+        if value.shape != expected[name].shape:
+            return f"{name} is {list(value.shape)} for {list(expected[name].shape)}"
+        if not value.isfinite().all():
+            return f"{name} is not finite"
+    for group, (error, name) in errors_of(records, expected).items():
+        if error > bounds.get(group, bound):
+            return f"{name} differs by {error:.1e}"
+    return ""
+
+
+def errors_of(records: Records, expected: Records) -> dict[str, tuple[float, str]]:
+    """Group -> its largest relative error and where that is. Gradients are one group, weights another; what else was
+    recorded is a group of its own."""
     groups: dict[str, list[str]] = {}
     for name in records:
         prefix = name.partition(" ")[0]
         groups.setdefault(prefix if prefix in _GROUPS else name, []).append(name)
-    for names in groups.values():
-        actual = {name: records[name].double() for name in names}
-        if shapes := [n for n in names if actual[n].shape != expected[n].shape]:
-            return f"{shapes[0]} is {list(actual[shapes[0]].shape)} for {list(expected[shapes[0]].shape)}"
-        if not all(value.isfinite().all() for value in actual.values()):
-            return f"{names[0]} or another of its group is not finite"
-        error, name = worst(actual, {name: expected[name].double() for name in names})
-        if error > bound:
-            return f"{name} differs by {error:.1e}"
-    return ""
+    return {
+        group: worst({n: records[n].double() for n in names}, {n: expected[n].double() for n in names})
+        for group, names in groups.items()
+    }

@@ -5,20 +5,41 @@ A feature is one function of a side, so that both sides do the same in the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize import build_mesh, full_gradients, full_state_dict, next_tokens, parallelize_model, split_sequence
-from tests.matrix.axes import Axis
-from tests.matrix.kinds import IGNORED, ROWS, Kind, plan_of, summed_loss
+from parallelize import (
+    build_mesh,
+    cross_entropy,
+    full_gradients,
+    full_state_dict,
+    gather_sequence,
+    next_tokens,
+    parallelize_model,
+    split_sequence,
+)
+from tests.matrix.axes import AXES, Axis
+from tests.matrix.kinds import IGNORED, ROWS, Kind, logits_of, plan_of, summed_loss
 
 T = torch.Tensor
 Loss = Callable[[Any, T], T]
 LEARNING_RATE = 0.05
+_GENERATOR = threading.Lock()  # ranks are threads with one default generator
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Within the block PyTorch's generator starts from the seed, on every rank."""
+    with _GENERATOR:
+        torch.manual_seed(seed)
+        yield
 
 
 class Side:
@@ -95,7 +116,35 @@ class Side:
     def weights(self) -> dict[str, T]:
         raise NotImplementedError
 
+    def every_weight(self) -> dict[str, T]:
+        """The full weights, on every rank."""
+        raise NotImplementedError
+
+    def whole(self, value: T, sequence: bool = False) -> T:
+        """The rows of all data ranks, and with `sequence` the tokens of all ranks of `cp` in dim 1."""
+        raise NotImplementedError
+
+    def summed_loss(self, output: Any, targets: T) -> T:
+        """The sum of the cross entropy over this rank's tokens, of the output of a forward by hand."""
+        raise NotImplementedError
+
     # -- what is said once for both
+
+    def beside(self, model: nn.Module) -> Any:
+        """A side for another model on the same mesh, which records into the same records."""
+        other = copy.copy(self)
+        other.model, other.optimizers = model, []
+        return other
+
+    def elsewhere(self) -> Any:
+        """This side on another mesh of as many ranks."""
+        return self.beside(self.model)
+
+    def evaluate_by_hand(self, number: int = 0) -> None:
+        """Records the mean loss of a forward that is called by hand, without gradients."""
+        with torch.no_grad():
+            total = self.summed_loss(self.forward(number), self.targets(number))
+        self.record("by hand", self.summed(total) / self.count(number))
 
     def inputs(self, number: int = 0) -> dict[str, T]:
         return self.local(self.kind.batch(number)[0])
@@ -205,6 +254,15 @@ class Alone(Side):
     def weights(self) -> dict[str, T]:
         return dict(self.model.state_dict())
 
+    def every_weight(self) -> dict[str, T]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def whole(self, value: T, sequence: bool = False) -> T:
+        return value
+
+    def summed_loss(self, output: Any, targets: T) -> T:
+        return summed_loss(output, targets)
+
 
 class Planned(Side):
     """A rank of a mesh."""
@@ -285,3 +343,37 @@ class Planned(Side):
 
     def weights(self) -> dict[str, T]:
         return full_state_dict(self.model)
+
+    def every_weight(self) -> dict[str, T]:
+        return full_state_dict(self.model, every_rank=True)
+
+    def elsewhere(self) -> Any:
+        other = self.beside(self.model)
+        other.axis = AXES[_another(self.axis)]
+        other.mesh = build_mesh("cpu", **other.axis.sizes)
+        return other
+
+    def whole(self, value: T, sequence: bool = False) -> T:
+        if sequence:
+            value = gather_sequence(self.model, value)
+        rows = len(value)
+        full = value.new_zeros(rows * self.axis.data_ranks, *value.shape[1:])
+        full[self.data_rank * rows : (self.data_rank + 1) * rows] = value
+        for name in ("dp_replicate", "dp"):
+            if self.axis.sizes.get(name, 1) > 1:
+                dist.all_reduce(full, group=self.mesh.get_group(name))
+        return full
+
+    def summed_loss(self, output: Any, targets: T) -> T:
+        return cross_entropy(logits_of(output), self.split(targets), ignore_index=IGNORED, reduction="sum")
+
+
+def _another(axis: Axis) -> str:
+    """The name of a mesh of as many ranks that divides a model otherwise."""
+    if axis.world_size == 1:
+        return "one"
+    if axis.world_size == 2:
+        return "tp-sp-lp" if "dp" in axis.sizes else "dp-zero3"
+    if axis.world_size == 4:
+        return "pp-dp-zero2" if "tp" in axis.sizes else "dp-tp-zero3"
+    return "dp-cp-tp" if "pp" in axis.sizes else "pp-dp-tp"

@@ -91,7 +91,7 @@ class OptimizerShard:
 
     def _parameter(self, value: T) -> nn.Parameter:
         wrapped = wrap_like(self.param, value, self.spec) if self.spec or isinstance(self.param, DTensor) else value
-        return nn.Parameter(wrapped, requires_grad=self.param.requires_grad)
+        return private.parameter_of(wrapped, self.param.requires_grad)
 
     def slice_of(self, local: T) -> T:
         """This rank's rows of a tensor shaped like the parameter's local tensor. A scalar belongs to the first rank."""

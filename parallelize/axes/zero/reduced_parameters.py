@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.axes.zero.data_ranks import DataOptions, DataRanks, DataRanksOf
+from parallelize.axes.zero.data_ranks import DataGroups, DataOptions, DataRanks, DataRanksOf
 from parallelize.axes.zero.optimizer_shards import OptimizerShard, split_spec
 from parallelize.axes.zero.reducer import ReducedParameter
 from parallelize.base.errors import ModelError, Problem
@@ -30,6 +30,7 @@ def reduced_parameters(
     local = {
         name: shard for shard in shards_of(resolved, cut.group.rank if cut is not None else 0) for name in shard.names
     }
+    groups_of: dict[DataRanks, DataGroups] = {}  # a search among the process's groups, for each of the few kinds
     names_of: dict[int, list[str]] = {}
     params: dict[int, Any] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -43,7 +44,9 @@ def reduced_parameters(
         else:
             uses = len(names) if shard.name in planned else 1
             reduced = ReducedParameter(names[0], params[key], shard.stage, shard.late, uses)
-        yield replace(reduced, groups=ranks.gradient_groups), ranks
+        if ranks not in groups_of:
+            groups_of[ranks] = ranks.gradient_groups
+        yield replace(reduced, groups=groups_of[ranks]), ranks
 
 
 def optimizer_shard(parameter: ReducedParameter, ranks: DataRanks, master: torch.dtype | None) -> OptimizerShard:

@@ -219,13 +219,15 @@ def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     zero = resolved.options.zero
     ranks_of = DataRanksOf(mesh, zero, record_of(module))
     master_dtype = torch.float32 if masters else None
+    reduced = list(reduced_parameters(module, resolved, ranks_of))
     shards = [
         optimizer_shard(parameter, ranks, master_dtype_of(parameter.param, options, master_dtype))
-        for parameter, ranks in reduced_parameters(module, resolved, ranks_of)
+        for parameter, ranks in reduced
     ]
     if options.dtype is not None:
         cast_parameters(module.modules(), options.dtype)
-    parameters = [parameter for parameter, _ in reduced_parameters(module, resolved, ranks_of)]
+        reduced = list(reduced_parameters(module, resolved, ranks_of))
+    parameters = [parameter for parameter, _ in reduced]
     reducer = _reducer(module, mesh, parameters, shards, options, options.reduce_dtype or master_dtype)
     casts = RefusesCasts(shards)
     module.register_forward_pre_hook(casts)

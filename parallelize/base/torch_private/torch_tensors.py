@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.utils.data
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -99,6 +100,19 @@ Function.
 
 `__init__` does nothing but costs 1.1 us, because it is wrapped for Dynamo; `__new__` makes the complete tensor.
 """
+
+
+def parameter_of(made: Any, requires_grad: bool) -> nn.Parameter:
+    """A DTensor or tensor that nothing else refers to yet, as a parameter: the same object, if it is a DTensor.
+
+    `nn.Parameter` would detach a DTensor, an operation of which each thread derives the placements anew: milliseconds
+    for each shape. Its flag says what a parameter is (1.12).
+    """
+    if not isinstance(made, DTensor):
+        return nn.Parameter(made, requires_grad=requires_grad)
+    made.requires_grad_(requires_grad)
+    made._is_param = True
+    return made  # type: ignore[return-value]
 
 
 def at_least(major: int, minor: int, version: str = torch.__version__) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.matrix.axes import AXES
 from tests.matrix.feature import feature
 from tests.matrix.sides import Side
 
@@ -144,3 +145,30 @@ def error_in_a_forward(side: Side) -> None:
 
 def _raise(module: nn.Module, inputs: Any) -> None:
     raise RuntimeError("deliberate")
+
+
+def _compile_layers(side: Side) -> None:
+    for module in side.model.modules():
+        if isinstance(module, nn.ModuleList):
+            for layer in module:
+                layer.compile(backend="aot_eager")
+
+
+COMPILED = [AXES[name] for name in ("dp-zero3", "tp-sp-lp", "pp-1f1b")]  # seconds a cell, whatever the axis
+
+
+@feature(needs={"causal", "stock"}, without={"recurrent", "experts"}, on=COMPILED.__contains__)
+def compiled_layers(side: Side) -> None:
+    side.place()
+    if not side.alone:
+        _compile_layers(side)
+    side.step(0)
+    side.update()
+
+
+@feature(needs={"causal", "stock"}, without={"recurrent", "experts"}, on=COMPILED.__contains__)
+def compiled_recomputed_layers(side: Side) -> None:
+    side.place(recompute="full")
+    if not side.alone:
+        _compile_layers(side)
+    side.step(0)

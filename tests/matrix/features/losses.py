@@ -207,7 +207,7 @@ def counted_tokens(side: Side) -> None:
     side.record("loss", side.summed(loss))
 
 
-@feature(refused=NOT_BY_HAND, needs={"text", "causal"})
+@feature(refused={**NOT_BY_HAND, "bad-head": "ZeRO 3 gathers a weight in its module alone"}, needs={"text", "causal"})
 def loss_of_hidden_states(side: Side) -> None:
     """`linear_cross_entropy` of the model's own head, whose weight the package finds sharded."""
     side.place()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from parallelize import PackedRows, next_tokens
+from parallelize import PackedRows
 from tests.matrix.feature import feature
 from tests.matrix.kinds import IGNORED, LENGTH, ROWS
 from tests.matrix.sides import Side
+
 
 @feature()
 def targets(side: Side) -> None:
@@ -43,10 +44,10 @@ def packed(side: Side) -> None:
 def packed_rows(side: Side) -> None:
     """Documents of a data set in rows, by the package's own batches."""
     side.place()
-    documents = [torch.arange(3, 3 + length) + 5 * number for number, length in enumerate((7, 5, 12, 4, 8, 6, 6, 9, 3))]
-    rows = PackedRows(documents, LENGTH)
-    batch = torch.utils.data.default_collate([rows[index % len(rows)] for index in range(ROWS)])
-    targets = batch.pop("targets") if "targets" in batch else next_tokens(batch["input_ids"])
+    tokens = 3 + torch.randint(60, (ROWS * LENGTH + 1,), generator=torch.Generator().manual_seed(9))
+    rows = PackedRows(tokens, LENGTH, starts=[0, 7, 20, 31, 36, 50, 62, 75, 88])
+    batch = torch.utils.data.default_collate([rows[index] for index in range(ROWS)])
+    targets = batch.pop("targets")
     side.step(0, **side.local(batch), targets=side.local(targets))
 
 
@@ -83,9 +84,12 @@ def rows_without_targets(side: Side) -> None:
 
 @feature(needs={"text"})
 def batch_without_targets(side: Side) -> None:
+    """Its loss is NaN, as PyTorch's mean of nothing, and it adds nothing to the gradients."""
     side.place()
     side.step(0)
     side.step(0, targets=side.local(torch.full_like(side.kind.batch(0)[1], IGNORED)))
+    loss = side.records.pop("loss'")
+    side.record("no loss", float(side.alone or loss.isnan()))
 
 
 @feature(needs={"text", "causal"})

@@ -7,13 +7,15 @@ import re
 import pytest
 from torch import nn
 
-from parallelize.axes.zero.data_guards import watch_optimizers
+from parallelize.adapters import adapter_guards
+from parallelize.axes.tensor.torch_styles import tensor_guards
+from parallelize.axes.zero import data_guards
 from parallelize.state.guards import guard_table
 from parallelize.state.guards.guard_table import GIVEN, GUARDS, MOMENTS, PLANNED, Guard, Guarded, set_up
-from parallelize.training.apply_axes import parallelize_model
+from parallelize.training import loop_guards
 from tests.policy.sources import PATHS
 
-assert parallelize_model and watch_optimizers  # their rooms have added their tables
+TABLES = (adapter_guards, tensor_guards, data_guards, loop_guards)  # each has added its rows
 
 
 def test_every_row_has_an_error_a_moment_and_words_of_its_own():

@@ -24,7 +24,7 @@ from parallelize.plan.styles.style import ModuleFacts
 from parallelize.state.parameters import Slot
 from parallelize.state.pending_reductions import PendingReduction, PendingReductions
 from parallelize.state.records import applied
-from parallelize.state.sharding import Sharder
+from parallelize.state.sharding import Sharder, Unsharded
 
 # -- module style ----------------------------------------------------------------------------------------------------
 # What all styles share: the module they are applied to, its parameters as DTensors, and their slots.
@@ -100,13 +100,15 @@ def planned_of(target: Target, layouts: dict[str, Layout], partial_keys: tuple[s
     Args:
         layouts: of each parameter. partial_keys: the parameters whose gradients are summed over ranks.
     """
+    table: dict[str, Any] = target.module._parameters
+    for key in [key for key in layouts if isinstance(table[key], DTensor)]:  # tied, and sharded by another rule
+        _check_tie(target, key, table[key], layouts[key])
+    keys = [key for key in layouts if not isinstance(table[key], DTensor)]
+    unsharded = [Unsharded(table[key], layouts[key], target.mesh) for key in keys]
+    for index, new in target.sharder.parameters(unsharded):
+        table[keys[index]] = new
     slots = []
-    for order, (key, layout) in enumerate(layouts.items()):
-        parameter: Any = target.module._parameters[key]
-        if isinstance(parameter, DTensor):  # tied, and already sharded by another rule
-            _check_tie(target, key, parameter, layout)
-        else:
-            target.module._parameters[key] = target.sharder.parameter(parameter, layout, target.mesh)
+    for order, key in enumerate(layouts):
         is_partial = key in partial_keys and target.group.size > 1
         reduction = PendingReduction(order, ((target.group, None, 0, 0),)) if is_partial else None
         slots.append(Slot(key, None, reduction, target.pending_reductions))

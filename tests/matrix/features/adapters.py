@@ -1,0 +1,294 @@
+"""Adapters of PEFT, before the plan and after it, and on a quantized base. Without PEFT there are no such rows."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize import dequantize, quantize, save_adapter
+from tests.matrix.axes import Axis
+from tests.matrix.feature import feature
+from tests.matrix.kinds import IGNORED, LENGTH, ROWS
+from tests.matrix.sides import Side, seeded
+
+OWN_LINEARS = ["query", "key", "value", "out", "up", "gate", "down"]
+SCALED = {  # for IA3: outputs that are scaled, and linears whose inputs are
+    "llama": (["k_proj", "v_proj", "down_proj"], ["down_proj"]),
+    "gpt2": (["c_attn", "mlp.c_proj"], ["mlp.c_proj"]),
+    "t5": (["k", "v", "wo"], ["wo"]),
+    "qwen3_moe": (["k_proj", "v_proj"], []),
+    "bamba": (["k_proj", "v_proj", "down_proj"], ["down_proj"]),
+    "vit": (["fc1", "fc2"], ["fc2"]),
+    "own": (["key", "value", "down"], ["down"]),
+}
+PROMPTS = {"causal", "stock"}
+
+
+def _linears(model: nn.Module) -> Any:
+    """Of a mixture those of its attention: its experts are no linears."""
+    if hasattr(getattr(model, "config", None), "num_experts"):
+        return ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return "all-linear" if hasattr(model, "config") else OWN_LINEARS
+
+
+def _type_of(model: nn.Module) -> str:
+    return getattr(getattr(model, "config", None), "model_type", "own")
+
+
+def lora(**options: Any) -> Callable[[nn.Module], nn.Module]:
+    """Adds LoRA to a model."""
+
+    def add(model: nn.Module) -> nn.Module:
+        from peft import LoraConfig, get_peft_model
+
+        return _moved(get_peft_model(model, LoraConfig(**{"r": 3, "target_modules": _linears(model), **options})))
+
+    return add
+
+
+def ia3(model: nn.Module) -> nn.Module:
+    from peft import IA3Config, get_peft_model
+
+    targets, inputs = SCALED[_type_of(model)]
+    return _moved(get_peft_model(model, IA3Config(target_modules=targets, feedforward_modules=inputs)))
+
+
+def prompts(name: str) -> Callable[[nn.Module], nn.Module]:
+    def add(model: nn.Module) -> nn.Module:
+        import peft
+
+        config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return _moved(peft.get_peft_model(model, config)).train()
+
+    return add
+
+
+def _moved(model: nn.Module) -> nn.Module:
+    """Adapters have other values than those with which they change nothing, by their names alone."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dtype != torch.float64 and parameter.is_floating_point():
+                parameter.data = parameter.data.double()
+            if parameter.requires_grad and "modules_to_save" not in name:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
+    return model
+
+
+def adapters(**facts: Any) -> Any:
+    """A row, where PEFT is installed."""
+    return feature(**facts) if find_spec("peft") else lambda run: run
+
+
+def _no_cp(axis: Axis) -> bool:
+    return "cp" not in axis.sizes
+
+
+@adapters(prepare=lora())
+def lora_before(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+@adapters()
+def lora_after(side: Side) -> None:
+    side.place()
+    with seeded(1):
+        side.model = lora()(side.model)
+    side.train()
+
+
+@adapters(prepare=lora(use_dora=True))
+def dora(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+@adapters(prepare=lora(bias="lora_only", lora_bias=True, use_rslora=True))
+def lora_with_biases(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+@adapters(prepare=ia3)
+def ia3_before(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+@adapters()
+def ia3_after(side: Side) -> None:
+    side.place()
+    with seeded(1):
+        side.model = ia3(side.model)
+    side.train()
+
+
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
+@adapters(prepare=lora(**EXPERTS), needs={"experts"})
+def lora_of_experts(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+@adapters(needs={"experts"}, refused={"added-parameter": "those of experts over ep come before the plan"})
+def lora_of_experts_after(side: Side) -> None:
+    side.place()
+    with seeded(1):
+        side.model = lora(**EXPERTS)(side.model)
+    side.train()
+
+
+@adapters(
+    prepare=lora(**EXPERTS),
+    needs={"experts"},
+    refused={"unplanned-adapter": "ZeRO 3 shards adapters and experts over different ranks"},
+)
+def merged_experts(side: Side) -> None:
+    side.place()
+    side.step(0)
+    side.update()
+    side.model.merge_adapter()
+    side.evaluate(1)
+    side.model.unmerge_adapter()
+    side.step(1)
+
+
+def _train_with_prompts(side: Side) -> None:
+    """`step` puts ignored targets before those of the batch, as PEFT does with labels."""
+    side.place()
+    for number in range(2):
+        targets = side.targets(number)
+        if side.alone and side.model.peft_type.value == "PROMPT_TUNING":
+            targets = nn.functional.pad(targets, (3, 0), value=IGNORED)
+        side.step(number, targets=targets, attention_mask=side.local(torch.ones(ROWS, LENGTH, dtype=torch.long)))
+        if not number:
+            side.update()
+
+
+OVER_CP = {"wrong-rows": "the sequence that is divided over cp is shorter than the one with the prompt"}
+
+
+@adapters(prepare=prompts("PromptTuningConfig"), needs=PROMPTS, refused=OVER_CP)
+def prompt_tuning(side: Side) -> None:
+    _train_with_prompts(side)
+
+
+@adapters(prepare=prompts("PrefixTuningConfig"), needs=PROMPTS, without={"recurrent"}, refused=OVER_CP)
+def prefix_tuning(side: Side) -> None:
+    _train_with_prompts(side)
+
+
+@adapters(prepare=lora())
+def merge_and_unload(side: Side) -> None:
+    side.place()
+    side.train()
+    side.update()
+    side.model.merge_and_unload()
+    side.evaluate(2)
+
+
+@adapters(prepare=lora())
+def merge_and_unmerge(side: Side) -> None:
+    side.place()
+    side.model.merge_adapter()
+    side.evaluate(1)
+    side.model.unmerge_adapter()
+    side.train()
+
+
+@adapters(prepare=lora())
+def adapters_off(side: Side) -> None:
+    """Training with adapters, evaluation without them between two steps."""
+    side.place()
+    side.step(0)
+    side.update()
+    with side.model.disable_adapter():
+        side.evaluate(1)
+    side.step(2)
+
+
+@adapters(prepare=lora())
+def second_adapter(side: Side) -> None:
+    from peft import LoraConfig
+
+    targets = side.model.peft_config["default"].target_modules
+    with seeded(1):
+        side.model.add_adapter("second", LoraConfig(r=2, target_modules=targets))
+    _moved(side.model)
+    side.place()
+    side.step(0)
+    side.update()
+    side.model.set_adapter("second")
+    side.optimizers = []
+    side.step(1)
+    side.update()
+    side.step(2)
+
+
+@adapters(prepare=lora(), names=("save_adapter",))
+def adapter_files(side: Side) -> None:
+    """Saved after a step, loaded by PEFT into a model that was just built, and trained on."""
+    fresh = copy.deepcopy(side.model)
+    side.place()
+    side.step(0)
+    side.update()
+    if not side.alone:
+        save_adapter(side.parallel, f"{side.folder}/adapter")
+        fresh.load_adapter(f"{side.folder}/adapter", "default", is_trainable=True)
+        side.model, side.optimizers = fresh, []
+        side.place()
+    side.step(1)
+
+
+@adapters(prepare=lora(target_modules=["q_proj", "k_proj", "c_attn"], modules_to_save=["lm_head"]), needs=PROMPTS)
+def modules_to_save(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+# Sizes of which each of four ranks has whole blocks of 16.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 8, "intermediate_size": 64},
+    "gpt2": {"hidden_size": 64, "n_inner": 64},
+    "mixture": {"head_dim": 8, "moe_intermediate_size": 64},
+}
+QUANTIZED: dict[str, Any] = {"needs": PROMPTS, "without": {"recurrent"}, "overrides": BLOCKS}
+
+
+def quantized(form: str) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: lora()(quantize(model, form))
+
+
+@adapters(prepare=quantized("nf4(block=16)"), names=("quantize", "QuantizedLinear"), **QUANTIZED)
+def nf4_with_lora(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+@adapters(prepare=quantized("int8(block=16)"), **QUANTIZED)
+def int8_with_lora(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+@feature(prepare=lambda model: quantize(model, "nf4(block=16)"), **QUANTIZED)
+def nf4_alone(side: Side) -> None:
+    """The embedding, the norms and the head train; codes are frozen."""
+    side.place()
+    side.train()
+
+
+@feature(prepare=lambda model: quantize(model, "int8(block=16)"), names=("dequantize",), **QUANTIZED)
+def dequantized(side: Side) -> None:
+    dequantize(side.model)
+    side.place()
+    side.train()

@@ -1,0 +1,198 @@
+"""Evaluation, forwards by hand, log-probabilities, sampling and generation, also between the steps of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import parallelize
+from parallelize import sample, token_entropy, token_log_probs, token_log_probs_and_entropy
+from tests.matrix.axes import Axis
+from tests.matrix.feature import feature
+from tests.matrix.kinds import IGNORED, ROWS, logits_of
+from tests.matrix.sides import Side
+
+T = torch.Tensor
+TEXT = {"causal", "text"}
+GENERATES = {"causal", "stock"}
+
+
+def _whole_model(axis: Axis) -> bool:
+    """A forward by hand is that of a whole model."""
+    return "pp" not in axis.sizes
+
+
+@feature(names=("evaluate",))
+def evaluate(side: Side) -> None:
+    side.place()
+    side.evaluate(0)
+    side.train()
+    side.evaluate(2)
+
+
+@feature()
+def evaluation_mode(side: Side) -> None:
+    """`eval()` and `train()` around an evaluation between two steps."""
+    side.place()
+    side.step(0)
+    side.update()
+    side.model.eval()
+    side.evaluate(1)
+    side.model.train()
+    side.step(2)
+
+
+@feature(on=_whole_model)
+def forward_by_hand(side: Side) -> None:
+    side.place()
+    side.evaluate_by_hand(0)
+    side.step(0)
+    side.update()
+    side.model.eval()
+    side.evaluate_by_hand(1)
+    side.model.train()
+    side.step(2)
+
+
+@feature()
+def outputs(side: Side) -> None:
+    """What `ParallelModel.forward` returns by microbatch, on the ranks of the last stage."""
+    side.place()
+    with torch.no_grad():
+        found = [side.forward(0)] if side.alone else side.parallel.forward(**side.inputs(0))
+        targets = side.targets(0).chunk(max(len(found), 1))
+        total = torch.zeros((), dtype=torch.float64)
+        for output, wanted in zip(found, targets, strict=False):
+            total += side.summed_loss(output, wanted)
+    total = side.summed(total)
+    if not side.alone and "pp" in side.axis.sizes:
+        torch.distributed.all_reduce(total, group=side.mesh.get_group("pp"))
+    side.record("summed", total)
+
+
+def _chosen(side: Side) -> tuple[T, T]:
+    """Logits of a batch, and this rank's targets, of which some are ignored."""
+    return logits_of(side.forward(0)), side.split(side.targets(0))
+
+
+def _plain(logits: T, ids: T, temperature: float = 1.0) -> tuple[T, T]:
+    """Log-probabilities and entropies, by PyTorch."""
+    log_probs = F.log_softmax(logits / temperature, dim=-1)
+    chosen = log_probs.gather(-1, ids.clamp(min=0)[..., None])[..., 0].masked_fill(ids == IGNORED, 0)
+    return chosen, -(log_probs.exp() * log_probs).sum(-1)
+
+
+@feature(on=_whole_model, needs=TEXT, names=("token_log_probs",))
+def log_probs(side: Side) -> None:
+    """With gradients: the backward of a loss by hand, where sums of data ranks are the loss."""
+    side.place()
+    logits, ids = _chosen(side)
+    values = _plain(logits, ids)[0] if side.alone else token_log_probs(logits, ids)
+    (values.square().sum() / side.count()).backward()
+    side.record("values", side.whole(values.detach(), sequence=True))
+
+
+@feature(on=_whole_model, needs=TEXT)
+def log_probs_without_gradient(side: Side) -> None:
+    side.place()
+    side.step(0)
+    side.update()
+    with torch.no_grad():
+        logits, ids = _chosen(side)
+        values = _plain(logits, ids, 0.7)[0] if side.alone else token_log_probs(logits, ids, temperature=0.7)
+    side.record("values", side.whole(values, sequence=True))
+    side.step(1)
+
+
+@feature(on=_whole_model, needs=TEXT, names=("token_entropy", "token_log_probs_and_entropy"))
+def entropy(side: Side) -> None:
+    side.place()
+    with torch.no_grad():
+        logits, ids = _chosen(side)
+        side.record("alone", side.whole(_plain(logits, ids)[1] if side.alone else token_entropy(logits), sequence=True))
+    logits, ids = _chosen(side)
+    chosen, entropies = _plain(logits, ids) if side.alone else token_log_probs_and_entropy(logits, ids)
+    entropies = entropies.masked_fill(ids == IGNORED, 0)
+    ((chosen + 0.5 * entropies).square().sum() / side.count()).backward()
+    side.record("values", side.whole(entropies.detach(), sequence=True))
+
+
+@feature(on=lambda axis: not {"pp", "cp"} & axis.sizes.keys(), needs=TEXT, names=("sample",))
+def sampled(side: Side) -> None:
+    """The same tokens as from full logits, by the rows' places in the batch."""
+    side.place()
+    with torch.no_grad():
+        logits = logits_of(side.forward(0))[:, -1]
+        rows = side.local(torch.arange(ROWS))
+        for number, options in enumerate(({"temperature": 0}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.05})):
+            ids = sample(logits, seed=3, position=number, rows=rows, **options)
+            side.record(f"ids {number}", side.whole(ids))
+
+
+@feature(on=lambda axis: not {"pp", "cp"} & axis.sizes.keys(), needs=TEXT)
+def greedy_ids(side: Side) -> None:
+    """Against the largest of the logits."""
+    side.place()
+    with torch.no_grad():
+        logits = logits_of(side.forward(0))
+    side.record("ids", side.whole(logits.argmax(-1) if side.alone else sample(logits, temperature=0)))
+
+
+def _prompts(side: Side, padded: bool) -> dict[str, Any]:
+    ids = side.kind.batch(0)[0]["input_ids"][:, :6].clone()
+    mask = torch.ones_like(ids)
+    if padded:
+        for row in range(ROWS):
+            mask[row, : row % 4] = 0
+        ids[mask == 0] = 0
+    return side.local({"input_ids": ids, "attention_mask": mask})
+
+
+def _generated(side: Side, padded: bool) -> None:
+    """Greedy, by the loop of `transformers` on one process and by both loops on a mesh; training goes on afterwards."""
+    side.place()
+    side.step(0)
+    side.update()
+    side.model.eval()
+    prompts = _prompts(side, padded)
+    theirs = side.model.generate(**prompts, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ours = theirs
+    if not side.alone:
+        ours = parallelize.generate(side.model, **prompts, max_new_tokens=3, temperature=0, eos_token_id=[])
+    side.record("theirs", side.whole(theirs))
+    side.record("ours", side.whole(ours))
+    side.model.train()
+    side.step(1)
+
+
+NO_CACHE = {
+    "cut-model": "no stage has the whole model",
+    "stage-called-alone": "the same, on a mesh without tp and cp",
+    "cache-over-cp": "caches of gathered modules are not divided",
+    "generate-over-ep": "data ranks may generate other numbers of tokens, and experts take those of all",
+}
+
+
+@feature(needs=GENERATES, names=("generate",), refused=NO_CACHE)
+def generated(side: Side) -> None:
+    _generated(side, padded=False)
+
+
+@feature(needs=GENERATES, refused=NO_CACHE)
+def generated_padded(side: Side) -> None:
+    """Prompts of different lengths, padded on the left."""
+    _generated(side, padded=True)
+
+
+@feature(needs=GENERATES, refused=NO_CACHE)
+def generated_by_chance(side: Side) -> None:
+    """The tokens of a seed, by our loop, do not depend on the mesh."""
+    side.place()
+    side.model.eval()
+    rows = side.local(torch.arange(ROWS))
+    ids = parallelize.generate(
+        side.model, **_prompts(side, True), max_new_tokens=3, top_p=0.9, seed=4, rows=rows, eos_token_id=[]
+    )
+    side.record("ids", side.whole(ids))

@@ -1,0 +1,396 @@
+"""Weights and states: saved, loaded, exported, initialized, copied and averaged."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize import (
+    Checkpointer,
+    WeightExporter,
+    build_on_meta,
+    export_weights,
+    full_gradients,
+    full_parameter,
+    initialize,
+    load_checkpoint,
+    load_pretrained,
+    named_tensors,
+    random_state,
+    rebuild,
+    save_pretrained,
+    set_random_state,
+    shard_info,
+)
+from tests.matrix.feature import feature
+from tests.matrix.sides import Alone, Side, seeded
+from tests.support.models import keep_float64
+
+COPIED = {"sharded-copy": "fully_shard does not support copies of a module whose parameters are shards"}
+ADAMW = {"cls": torch.optim.AdamW, "lr": 1e-3, "weight_decay": 0.1}
+
+
+def _first_step(side: Side, **optimizer: Any) -> None:
+    side.place()
+    side.optimizer(**optimizer)
+    side.step(0)
+    side.update()
+
+
+def _second_step(side: Side) -> None:
+    side.step(1)
+    side.update()
+    side.step(2)
+
+
+def _save(side: Side) -> None:
+    with Checkpointer(f"{side.folder}/run", side.parallel, optimizer=side.optimizers[0]) as checkpoints:
+        checkpoints.save(1)
+
+
+def _resumed(side: Side, model: nn.Module, **optimizer: Any) -> None:
+    """The run of the folder, gone on with by a model that was just built."""
+    side.model, side.optimizers = model, []
+    side.place()
+    side.optimizer(**optimizer)
+    with Checkpointer(f"{side.folder}/run", side.parallel, optimizer=side.optimizers[0]) as checkpoints:
+        assert checkpoints.resume() == 1
+
+
+def _go_on_elsewhere(side: Side, model: nn.Module, **optimizer: Any) -> None:
+    if not side.alone:
+        _save(side)
+        other = side.elsewhere()
+        _resumed(other, model, **optimizer)
+        side.axis, side.mesh, side.parallel = other.axis, other.mesh, other.parallel
+        side.model, side.optimizers = other.model, other.optimizers
+    _second_step(side)
+
+
+@feature(names=("Checkpointer",))
+def resume(side: Side) -> None:
+    fresh = copy.deepcopy(side.model)
+    _first_step(side, momentum=0.9)
+    if not side.alone:
+        _save(side)
+        _resumed(side, fresh, momentum=0.9)
+    _second_step(side)
+
+
+@feature()
+def resume_adamw(side: Side) -> None:
+    fresh = copy.deepcopy(side.model)
+    _first_step(side, **ADAMW)
+    if not side.alone:
+        _save(side)
+        _resumed(side, fresh, **ADAMW)
+    _second_step(side)
+
+
+@feature()
+def resume_elsewhere(side: Side) -> None:
+    fresh = copy.deepcopy(side.model)
+    _first_step(side, momentum=0.9)
+    _go_on_elsewhere(side, fresh, momentum=0.9)
+
+
+@feature()
+def resume_adamw_elsewhere(side: Side) -> None:
+    fresh = copy.deepcopy(side.model)
+    _first_step(side, **ADAMW)
+    _go_on_elsewhere(side, fresh, **ADAMW)
+
+
+@feature(names=("load_checkpoint",))
+def load_weights_of_checkpoint(side: Side) -> None:
+    fresh = copy.deepcopy(side.model)
+    _first_step(side)
+    if not side.alone:
+        _save(side)
+        side.model, side.optimizers = fresh, []
+        side.place()
+        load_checkpoint(f"{side.folder}/run", side.parallel)
+    _second_step(side)
+
+
+@feature(names=("initialize=",))
+def initialize_from_checkpoint(side: Side) -> None:
+    """A model on the meta device takes its weights from the folder of a run."""
+    fresh = copy.deepcopy(side.model)
+    _first_step(side)
+    if not side.alone:
+        _save(side)
+        side.model, side.optimizers = fresh.to("meta"), []
+        side.place(initialize=f"{side.folder}/run")
+    _second_step(side)
+
+
+@feature(names=("rebuild", "Rebuilt"))
+def rebuild_optimizer(side: Side) -> None:
+    fresh = copy.deepcopy(side.model)
+    _first_step(side, **ADAMW)
+    if not side.alone:
+        _save(side)
+        side.model, side.optimizers = fresh, []
+        side.place()
+        side.optimizers = list(rebuild(side.parallel, f"{side.folder}/run").optimizers.values())
+    _second_step(side)
+
+
+@feature(names=("full_state_dict",))
+def full_weights_unsharded(side: Side) -> None:
+    """The full weights, loaded into an unsharded copy, which is evaluated."""
+    plain = Alone(side.kind, copy.deepcopy(side.model), side.folder)
+    _first_step(side)
+    plain.model.load_state_dict(side.every_weight())
+    side.record("unsharded", plain.evaluate(1))
+
+
+@feature()
+def load_state_dict(side: Side) -> None:
+    """Full tensors, loaded into a model that has a plan: of a stage, into what it has."""
+    full = {
+        name: value * 1.25 if value.is_floating_point() else value for name, value in side.model.state_dict().items()
+    }
+    side.place()
+    side.model.load_state_dict({name: full[name] for name in side.model.state_dict()})
+    side.train()
+
+
+@feature()
+def optimizer_state_dict(side: Side) -> None:
+    """Each rank's states, by `torch.save` and `torch.load`."""
+    fresh = copy.deepcopy(side.model)
+    _first_step(side, **ADAMW)
+    if not side.alone:
+        path = Path(side.folder) / f"optimizer-{torch.distributed.get_rank()}.pt"
+        torch.save(side.optimizers[0].state_dict(), path)
+        fresh.load_state_dict(side.every_weight())
+        side.model, side.optimizers = fresh, []
+        side.place()
+        side.optimizer(**ADAMW).load_state_dict(torch.load(path, weights_only=False))
+    _second_step(side)
+
+
+@feature(names=("full_parameter", "full_gradients"))
+def full_values(side: Side) -> None:
+    """One after the other, and those of a part of the model."""
+    names = [name for name, _ in side.model.named_parameters()]
+    side.place()
+    side.step()
+    for name in names:
+        value = side.model.get_parameter(name) if side.alone else full_parameter(side.model, name)
+        side.record(f"weight {name} alone", value)
+    full = side.gradients() if side.alone else full_gradients(side.model)
+    side.record("names", len(full))
+
+
+@feature(names=("save_pretrained", "load_pretrained"), needs={"stock"})
+def pretrained(side: Side) -> None:
+    fresh = copy.deepcopy(side.model)
+    _first_step(side)
+    if side.alone:
+        side.model.save_pretrained(side.folder)
+        side.model.load_state_dict(type(side.model).from_pretrained(side.folder).state_dict())
+    else:
+        save_pretrained(side.parallel, f"{side.folder}/saved")
+        with torch.no_grad():
+            for parameter in fresh.parameters():
+                parameter.zero_()
+        side.model, side.optimizers = fresh, []
+        side.place()
+        load_pretrained(side.model, f"{side.folder}/saved", mesh=side.mesh)
+    _second_step(side)
+
+
+@feature(names=("initialize=",), needs={"stock"})
+def initialize_from_pretrained(side: Side) -> None:
+    """Files that `transformers` wrote, read by a model on the meta device."""
+    folder = f"{side.folder}/hub-{0 if side.alone else torch.distributed.get_rank()}"
+    side.model.save_pretrained(folder)
+    if side.alone:
+        side.place()
+    else:
+        torch.distributed.barrier()
+        side.model = side.model.to("meta")
+        side.place(initialize=f"{side.folder}/hub-0")
+    side.train()
+
+
+@feature(names=("export_weights",))
+def export(side: Side) -> None:
+    names = [name for name, _ in side.model.named_parameters()]
+    _first_step(side)
+    exported: dict[str, torch.Tensor] = {}
+    if side.alone:
+        exported = dict(side.model.named_parameters())
+    else:
+        for bucket in export_weights(side.parallel, names="model", bucket=4096):
+            exported |= bucket.tensors
+    for name in names:
+        side.record(f"weight {name} exported", exported[name])
+    side.record("names", len(exported))
+
+
+@feature(names=("WeightExporter", "named_tensors"), needs={"stock"})
+def export_for_engines(side: Side) -> None:
+    """Under the names of the Hub, and again what has changed."""
+    _first_step(side)
+    if side.alone:
+        side.model.save_pretrained(side.folder)
+        from safetensors.torch import load_file
+
+        exported = load_file(f"{side.folder}/model.safetensors")
+    else:
+        exporter = WeightExporter(side.parallel)
+        exported = dict(named_tensors(exporter, changed=True))
+        side.record("unchanged", len(dict(named_tensors(exporter, changed=True))))
+    if side.alone:
+        side.record("unchanged", 0)
+    for name, value in exported.items():
+        side.record(f"weight {name} exported", value)
+
+
+@feature(names=("build_on_meta", "initialize"), one_rank=True)
+def initialize_seed(side: Side) -> None:
+    def build() -> nn.Module:
+        model = side.model
+        built = type(model)(model.config) if "stock" in side.kind.traits else type(model)(layers=len(model.blocks))
+        keep_float64(built)
+        return built.double().train()
+
+    side.model = build_on_meta(build)
+    side.place(initialize=3)
+    side.train()
+
+
+@feature(names=("initialize",), one_rank=True)
+def initialize_again(side: Side) -> None:
+    """A model that has values and a plan gets others."""
+    side.place()
+    initialize(side.model, 5)
+    side.train()
+
+
+@feature(names=("shard_info", "ShardInfo", "Layout", "SlicePair"))
+def shards_cover(side: Side) -> None:
+    """Each element of each parameter is in the slices of as many ranks as the layout says, and of one at least."""
+    shapes = {name: list(p.shape) for name, p in side.model.named_parameters(remove_duplicate=False)}
+    side.place()
+    infos = {} if side.alone else shard_info(side.model)
+    side.record("more names", len(infos.keys() - shapes.keys()))
+    for name, shape in shapes.items():
+        stored = torch.ones(shape)
+        if not side.alone:
+            stored.zero_()
+            for rank in range(len(infos[name].ranks)):
+                for pair in infos[name].layout.slices(rank):
+                    stored[pair.full] += 1
+        side.record(f"stored {name}", stored.min().clamp(max=1))
+
+
+@feature()
+def torch_checkpoint(side: Side) -> None:
+    """PyTorch's distributed checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    fresh = copy.deepcopy(side.model)
+    _first_step(side, **ADAMW)
+    if not side.alone:
+        model, optimizer = get_state_dict(side.model, side.optimizers[0])
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=f"{side.folder}/dcp")
+        side.model, side.optimizers = fresh, []
+        side.place()
+        model, optimizer = get_state_dict(side.model, side.optimizer(**ADAMW))
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=f"{side.folder}/dcp")
+        set_state_dict(side.model, side.optimizers[0], model_state_dict=model, optim_state_dict=optimizer)
+    _second_step(side)
+
+
+@feature(refused=COPIED)
+def averaged(side: Side) -> None:
+    """Moving averages of the weights, by PyTorch's class."""
+    side.place()
+    averages = torch.optim.swa_utils.AveragedModel(
+        side.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.75)
+    )
+    for number in range(2):
+        side.step(number)
+        side.update()
+        averages.update_parameters(side.model)
+    side.model = averages.module
+
+
+@feature(on=lambda axis: "pp" not in axis.sizes, refused=COPIED)
+def averaged_evaluated(side: Side) -> None:
+    side.place()
+    averages = torch.optim.swa_utils.AveragedModel(side.model)
+    for number in range(2):
+        side.step(number)
+        side.update()
+        averages.update_parameters(side.model)
+    side.beside(averages.module).evaluate_by_hand(2)
+
+
+@feature(refused=COPIED)
+def deep_copy(side: Side) -> None:
+    """A copy of the module stays as it is while the model trains."""
+    side.place()
+    side.step(0)
+    side.update()
+    copied = copy.deepcopy(side.model)
+    side.step(1)
+    side.update()
+    for name, value in side.beside(copied).every_weight().items():
+        side.record(f"weight {name} copied", value)
+
+
+@feature(on=lambda axis: "pp" not in axis.sizes, refused=COPIED)
+def deep_copy_evaluated(side: Side) -> None:
+    side.place()
+    side.step(0)
+    copied = copy.deepcopy(side.model)
+    side.update()
+    side.beside(copied).evaluate_by_hand(2)
+
+
+@feature()
+def converted(side: Side) -> None:
+    """Casts and moves of a model on a mesh, to what it is already."""
+    side.place()
+    side.model.to(torch.float64).double().cpu()
+    for number in range(2):
+        side.step(number)
+        side.clip(0.5)
+        side.update()
+
+
+@feature(names=("random_state", "set_random_state"))
+def random_states(side: Side) -> None:
+    side.place()
+    with seeded(7):
+        state = random_state()
+        side.record("drawn", torch.rand(3))
+        set_random_state(state)
+        side.record("drawn again", torch.rand(3))
+    side.train()
+
+
+@feature(others=(None,))
+def two_models(side: Side) -> None:
+    """Two models on one mesh, which train by turns."""
+    second = side.beside(side.others[0])
+    side.place()
+    second.place()
+    for number in range(2):
+        for one in (side, second):
+            one.step(number)
+            one.update()
+    second.step(2)
+    side.step(2)
+    second.finish()

@@ -84,20 +84,18 @@ class Fault:
         return _nested_code(compile(changed, loaded.__file__, "exec"), qualname.split("."))
 
     def cells(self, table: verdicts.Table, most: int = CELLS) -> list[Cell]:
-        """The cells to run: by row, then the likeliest kinds, then the smallest axes. What is not recorded as right is
-        left out, unless the feature has no record of that kind."""
+        """The cells to run, without those that are refused: by row, then the likeliest kinds, then the smallest axes."""
         kinds = [*self.kinds.split(), *(kind for kind in _KINDS if kind not in self.kinds.split())]
         axes = [name for name in AXES if any(fnmatchcase(name, pattern) for pattern in self.axes.split())]
         axes.sort(key=lambda name: AXES[name].world_size)
         rows = [row for pattern in self.rows.split() for row in load_features() if fnmatchcase(row, pattern)]
-        recorded = {cell[:2] for cell in table}
         found = [
             (row, kind, axis)
             for row in rows
             for kind in kinds
             for axis in axes
             if axis in cells_of(load_features()[row], kind)
-            and (is_right(table, (row, kind, axis)) or (row, kind) not in recorded)
+            and ((row, kind, axis) not in table or is_right(table, (row, kind, axis)))
         ]
         found.sort(key=lambda cell: (kinds.index(cell[1]) > 1, rows.index(cell[0])))
         return found[:most]

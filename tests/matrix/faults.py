@@ -84,7 +84,7 @@ class Fault:
         return _nested_code(compile(changed, loaded.__file__, "exec"), qualname.split("."))
 
     def cells(self, table: verdicts.Table, most: int = CELLS) -> list[Cell]:
-        """The cells to run, without those that are refused: by row, then the likeliest kinds, then the smallest axes."""
+        """The cells to run, without those that are refused: by row, the likeliest kinds, the smallest axes."""
         kinds = [*self.kinds.split(), *(kind for kind in _KINDS if kind not in self.kinds.split())]
         axes = [name for name in AXES if any(fnmatchcase(name, pattern) for pattern in self.axes.split())]
         axes.sort(key=lambda name: AXES[name].world_size)
@@ -172,8 +172,15 @@ def run_faults(names: Sequence[str] = (), cells: int = CELLS, seconds: float | N
     missed = [found for found in results if not found]
     print(f"{len(results) - len(missed)} of {len(results)} faults are found")
     if write:
-        RESULTS.write_text(json.dumps([asdict(found) for found in results], indent=1) + "\n")
+        _write(results, [fault.name for fault in FAULTS])
     return len(missed)
+
+
+def _write(results: Sequence[Found], names: Sequence[str]) -> None:
+    """The results of these faults, and the earlier ones of the others that there are."""
+    earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    rows = {row["fault"]: row for row in [*earlier, *map(asdict, results)]}
+    RESULTS.write_text(json.dumps([rows[name] for name in names if name in rows], indent=1) + "\n")
 
 
 def _line(found: Found) -> str:

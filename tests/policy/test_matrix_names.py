@@ -29,7 +29,6 @@ _OFFLINE = "computes on no mesh: tests/tools/"
 _LOGGER = "writes numbers that a row has compared already: tests/state/loop/"
 _TRAINER = "a loop of another library: tests/training/trainers/"
 _COMM = "of processes and links, not of a model: tests/comm/"
-_LAYOUT = "arithmetic of slices: tests/base/"
 _BY_LAYER = "a matmul of one layer, without a model: tests/ops/matmul/"
 _ENGINE = "of other engines, which are not here: tests/checkpoint/export/"
 _DATA = "of the data before a batch is one: tests/training/data/"
@@ -52,14 +51,13 @@ WITHOUT_A_ROW: dict[str, str] = {
     **dict.fromkeys(["TensorBoardLogger", "WandbLogger"], _LOGGER),
     **dict.fromkeys(["ParallelTrainer", "ParallelSFTTrainer"], _TRAINER),
     **dict.fromkeys(["LinkProfile", "destroy_groups", "Watch", "watch", "mesh_spec", "axis_group", "group_for"], _COMM),
-    **dict.fromkeys(["Layout", "SlicePair", "ShardInfo"], _LAYOUT),
     **dict.fromkeys(["all_gather_linear", "column_linear", "linear_all_reduce", "linear_reduce_scatter"], _BY_LAYER),
     **dict.fromkeys(["OverlappedLinears", "overlapped_linears", "calibrate", "DeferredGradients"], _BY_LAYER),
     **dict.fromkeys(["overlap_counts", "overlap_report", "deferred_gradients"], _BY_LAYER),
-    **dict.fromkeys(["vllm_update_info", "vllm_weight_source", "verl_per_tensor_param", "WeightExporter"], _ENGINE),
+    **dict.fromkeys(["vllm_update_info", "vllm_weight_source", "verl_per_tensor_param"], _ENGINE),
     **dict.fromkeys(["check_loader", "collate_rows", "IterableBatches", "FittedRows"], _DATA),
-    **dict.fromkeys(["ParallelModel", "Schedule", "Pipeline", "DeferredLogits", "ShardedLogits", "RoutingLoad", "Rebuilt"], _TYPE),
-    **dict.fromkeys(["ExpertBalance", "RecordedRoutes", "Streams", "Position", "QuantizedLinear"], _TYPE),
+    **dict.fromkeys(["ParallelModel", "Schedule", "Pipeline", "DeferredLogits", "ShardedLogits", "RoutingLoad"], _TYPE),
+    **dict.fromkeys(["ExpertBalance", "RecordedRoutes", "Streams", "Position"], _TYPE),
     **dict.fromkeys(["Constant", "Normal", "TruncatedNormal", "Uniform"], _TYPE),
 }
 """Public names that no row can have, or that say nothing of a model on a mesh, each with the reason."""

@@ -15,7 +15,7 @@ from tests.matrix.axes import Axis
 from tests.matrix.feature import feature
 from tests.matrix.features.forwards import DROPOUT, layers_of
 from tests.matrix.features.losses import NOT_BY_HAND, by_hand
-from tests.matrix.kinds import logits_of
+from tests.matrix.kinds import logits_of, summed_loss
 from tests.matrix.sides import Side
 
 ONE_KEY_HEAD = {kind: {"num_key_value_heads": 1} for kind in ("llama", "mixture", "hybrid")}
@@ -159,3 +159,18 @@ def overflow_on_one_rank(side: Side) -> None:
     scaling.step(optimizer)
     optimizer.zero_grad()
     side.step(1)
+
+
+def _before_zero3(axis: Axis) -> bool:
+    return _on_data_axes(axis) and axis.options.get("zero", 0) < 3
+
+
+@feature(prepare=_with_unused_layer, on=_before_zero3)
+def layer_of_the_first_rank(side: Side) -> None:
+    """Only the first data rank uses it: the others get its gradient."""
+    side.place()
+    loss = summed_loss(side.forward(), side.targets()) / side.count()
+    if side.alone or side.data_rank == 0:
+        loss = loss + side.model.unused(torch.ones(4, dtype=torch.float64)).square().sum()
+    loss.backward()
+    side.record("loss", side.summed(loss))

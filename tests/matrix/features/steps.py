@@ -6,7 +6,7 @@ import torch
 
 from parallelize import PackedRows
 from tests.matrix.feature import feature
-from tests.matrix.kinds import IGNORED, LENGTH, ROWS
+from tests.matrix.kinds import IGNORED, LENGTH, ROWS, summed_loss
 from tests.matrix.sides import Side
 
 
@@ -163,8 +163,19 @@ def _squared_margin(output: object, targets: torch.Tensor) -> torch.Tensor:
     return ((chosen - 1).square() * (targets != IGNORED)).sum()
 
 
-@feature(needs={"experts"}, overrides={"": {"output_router_logits": True, "router_aux_loss_coef": 0.1}})
+@feature(
+    needs={"experts"},
+    overrides={"": {"output_router_logits": True, "router_aux_loss_coef": 0.1}},
+    bound=1e-6,
+    on=lambda axis: axis.ranks("pp") == 1,
+)
 def router_loss(side: Side) -> None:
-    """The balance loss of a mixture, of the whole batch."""
+    """The balance loss of a mixture, in float32; each microbatch of a pipeline has one of its own."""
     side.place()
-    side.train()
+    if side.alone:
+        output = side.forward()
+        loss = summed_loss(output, side.targets()) / side.count() + 0.1 * output.aux_loss
+        loss.backward()
+        side.record("loss", loss)
+    else:
+        side.step()

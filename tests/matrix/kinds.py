@@ -236,8 +236,12 @@ def plan_of(kind: Kind, folder: str) -> Any:
     """The plan to pass: a model of one's own brings a file."""
     if kind.plan != "own":
         return kind.plan
+    import os
+    import threading
     from pathlib import Path
 
     path = Path(folder) / "own.yaml"
-    path.write_text(OWN_PLAN)
+    own = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")  # no rank reads a part of what another one writes
+    own.write_text(OWN_PLAN)
+    own.replace(path)
     return load_plan(str(path))

@@ -58,7 +58,9 @@ WITHOUT_A_ROW: dict[str, str] = {
     **dict.fromkeys(["overlap_counts", "overlap_report", "deferred_gradients"], _BY_LAYER),
     **dict.fromkeys(["vllm_update_info", "vllm_weight_source", "verl_per_tensor_param", "WeightExporter"], _ENGINE),
     **dict.fromkeys(["check_loader", "collate_rows", "IterableBatches", "FittedRows"], _DATA),
-    **dict.fromkeys(["ParallelModel", "Schedule", "Pipeline", "DeferredLogits", "ShardedLogits", "RoutingLoad", "Rebuilt"], _TYPE),
+    **dict.fromkeys(
+        ["ParallelModel", "Schedule", "Pipeline", "DeferredLogits", "ShardedLogits", "RoutingLoad", "Rebuilt"], _TYPE
+    ),
     **dict.fromkeys(["ExpertBalance", "RecordedRoutes", "Streams", "Position", "QuantizedLinear"], _TYPE),
     **dict.fromkeys(["Constant", "Normal", "TruncatedNormal", "Uniform"], _TYPE),
 }

@@ -2,7 +2,7 @@
 
 A fault is an edit of the text of one function: `old` stands in it once, and becomes `new`. The file is compiled with
 it, and the function gets the new code, so that every module that has imported it runs the fault. Each fault has a
-process of its own, forked after everything was imported; nothing that it changes is left.
+process of its own, forked from a server that has imported everything; nothing that it changes is left.
 
 Mistakes of tests/support/mutants.py are others: they are made in plans, which are data, and `verify` must find them.
 """
@@ -15,10 +15,9 @@ import gc
 import importlib
 import inspect
 import json
-import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,6 +29,7 @@ from tests.matrix.axes import AXES
 from tests.matrix.cells import CRASHED, RIGHT, WRONG, Verdict, cells_of, reference, run_cell
 from tests.matrix.feature import load_features
 from tests.matrix.verdicts import Cell
+from tests.support.processes import server_context
 
 RESULTS = Path(__file__).with_name("faults.json")
 CELLS = 40
@@ -45,7 +45,7 @@ class Fault:
         name: what is done, in words. group: reductions, layouts, order, counts or state.
         where: `module:attribute`, under `parallelize`. old, new: the text that is changed, and what it becomes.
         axes: those most likely to see it, as patterns of names, a word each.
-        rows: the features most likely to see it, the likeliest first.
+        rows: the features most likely to see it, as patterns too, the likeliest first.
         kinds: the kinds to begin with.
     """
 
@@ -84,20 +84,18 @@ class Fault:
         return _nested_code(compile(changed, loaded.__file__, "exec"), qualname.split("."))
 
     def cells(self, table: verdicts.Table, most: int = CELLS) -> list[Cell]:
-        """The cells to run: by row, then the likeliest kinds, then the smallest axes. What is not recorded as right is
-        left out, unless the feature has no record of that kind."""
+        """The cells to run, without those that are refused: by row, then the likeliest kinds, then the smallest axes."""
         kinds = [*self.kinds.split(), *(kind for kind in _KINDS if kind not in self.kinds.split())]
         axes = [name for name in AXES if any(fnmatchcase(name, pattern) for pattern in self.axes.split())]
         axes.sort(key=lambda name: AXES[name].world_size)
-        rows = [row for row in self.rows.split() if row in load_features()]
-        recorded = {cell[:2] for cell in table}
+        rows = [row for pattern in self.rows.split() for row in load_features() if fnmatchcase(row, pattern)]
         found = [
             (row, kind, axis)
             for row in rows
             for kind in kinds
             for axis in axes
             if axis in cells_of(load_features()[row], kind)
-            and (is_right(table, (row, kind, axis)) or (row, kind) not in recorded)
+            and ((row, kind, axis) not in table or is_right(table, (row, kind, axis)))
         ]
         found.sort(key=lambda cell: (kinds.index(cell[1]) > 1, rows.index(cell[0])))
         return found[:most]
@@ -166,7 +164,6 @@ def run_faults(names: Sequence[str] = (), cells: int = CELLS, seconds: float | N
     stop = None if seconds is None else time.monotonic() + seconds
     chosen = [fault for fault in FAULTS if not names or any(name in fault.name for name in names)]
     table, results = verdicts.read(), []
-    _import_everything()
     for fault in chosen:
         if stop is not None and time.monotonic() > stop:
             break
@@ -184,30 +181,20 @@ def _line(found: Found) -> str:
     return f"{found.group:10} {found.fault}: {what}"[:200]
 
 
-def _import_everything() -> None:
-    """All that processes of faults share: imports, which take longer than a cell."""
-    import warnings
-
-    import torch
-
-    from tests.support import preload
-
-    assert preload
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    run_cell("targets", "llama", "one")
-
-
 def search(fault: Fault, cells: list[Cell], table: verdicts.Table) -> Found:
     """The first of the cells that the fault changes."""
-    cell, verdict, tried = None, None, 0
-    for answer in _answers(fault, cells):
+    fault.code()  # an error of the table is none of the package
+    tried = 0
+    for cell, verdict in _answers(fault, cells):
         tried += 1
-        if differs(answer[1], is_right(table, answer[0])):
-            cell, verdict = answer
-            break
-    text = "" if cell is None else " ".join(cell)
-    return Found(fault.name, fault.group, fault.where, text, "" if verdict is None else str(verdict)[:160], tried)
+        if differs(verdict, is_right(table, cell)) and (cell in table or _is_right_without(cell)):
+            return Found(fault.name, fault.group, fault.where, " ".join(cell), str(verdict)[:160], tried)
+    return Found(fault.name, fault.group, fault.where, tried=tried)
+
+
+def _is_right_without(cell: Cell) -> bool:
+    """Of a cell without a record."""
+    return next(_answers(None, [cell]))[1].word == RIGHT
 
 
 def differs(verdict: Verdict, was_right: bool) -> bool:
@@ -215,9 +202,9 @@ def differs(verdict: Verdict, was_right: bool) -> bool:
     return verdict.word in (WRONG, CRASHED) or (was_right and verdict.word != RIGHT)
 
 
-def _answers(fault: Fault, cells: list[Cell]) -> Iterator[tuple[Cell, Verdict]]:
-    """Each cell with its verdict under the fault, as it comes from a process of the fault's own."""
-    context = multiprocessing.get_context("fork")
+def _answers(fault: Fault | None, cells: list[Cell]) -> Iterator[tuple[Cell, Verdict]]:
+    """Each cell with its verdict, with the fault or without one, as it comes from a process of its own."""
+    context = server_context()
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(fault, cells, theirs), daemon=True)
     process.start()
@@ -230,22 +217,33 @@ def _answers(fault: Fault, cells: list[Cell]) -> Iterator[tuple[Cell, Verdict]]:
             try:
                 yield cell, ours.recv()
             except EOFError:
-                yield cell, Verdict(CRASHED, "its process ended")
+                process.join(5)
+                yield cell, Verdict(CRASHED, f"its process ended with exit code {process.exitcode}")
                 return
     finally:
         process.kill()
         process.join()
 
 
-def _serve(fault: Fault, cells: list[Cell], pipe: Any) -> None:
+def _serve(fault: Fault | None, cells: list[Cell], pipe: Any) -> None:
     """References of rows with `one_rank` run the package, so they are made before the fault."""
     for feature, kind, axis in cells:
         if load_features()[feature].one_rank:
             reference(load_features()[feature], kind, AXES[axis].deep)
-    with fault.applied():
+    _quiet()
+    with nullcontext() if fault is None else fault.applied():
         for cell in cells:
             verdict = run_cell(*cell)
             pipe.send(Verdict(verdict.word, verdict.detail))
+
+
+def _quiet() -> None:
+    import warnings
+
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
 
 
 def _forget_results() -> None:

@@ -18,7 +18,7 @@ from parallelize.base.errors import PlanError, Problem
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import alternatives, generic, is_default, matches
-from parallelize.plan.schema import Cuts, Plan, Rule
+from parallelize.plan.schema import LONGEST_LIST, Cuts, Plan, Rule
 from parallelize.plan.styles.adapter_styles import adapter_styles, adapts_one_parameter, adapts_parameters
 from parallelize.plan.styles.style import StyleText
 
@@ -132,7 +132,7 @@ def renamed(plan: Plan, rename: Callable[[str], str]) -> Plan:
         cuts=cuts
         and replace(
             cuts,
-            layers=rename(cuts.layers),
+            layers=cuts.layers if cuts.layers == LONGEST_LIST else rename(cuts.layers),
             first=each(cuts.first),
             last=each(cuts.last),
             every=each(cuts.every),

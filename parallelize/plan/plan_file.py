@@ -21,6 +21,7 @@ from parallelize.plan.pattern import check_pattern
 from parallelize.plan.schema import (
     ALLOWED,
     ATTENTION,
+    LONGEST_LIST,
     SCHEMA_VERSION,
     AttentionRule,
     Case,
@@ -226,11 +227,8 @@ def _cuts(reader: Reader, top: dict[str, yaml.Node]) -> Cuts | None:
         return None
     node = top["pipeline"]
     fields = reader.known(node, "pipeline", {"layers", "first", "last", "every", "skips", "carry"})
-    if "layers" not in fields:
-        reader.wrong(node, "missing-key", "pipeline has no `layers`", "name the list of layers")
-        return None
     lists = {key: reader.texts(fields[key], key) for key in ("first", "last", "every", "carry") if key in fields}
-    layers = reader.text(fields["layers"], "layers") or ""
+    layers = (reader.text(fields["layers"], "layers") or "") if "layers" in fields else LONGEST_LIST
     skips = reader.mapping(fields["skips"], "skips") if "skips" in fields else ()
     pairs = ((key, reader.text(value, f"where {key} is used") or "") for key, _, value in skips)
     return Cuts(layers, **lists, skips=tuple(pairs), where=reader.where(node))

@@ -21,7 +21,7 @@ from parallelize.plan.options import Options
 from parallelize.plan.parameter_layouts import dotted
 from parallelize.plan.pattern import alternatives, check_pattern, generic, matches
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
-from parallelize.plan.schema import AttentionRule, Plan, Rule, Tie
+from parallelize.plan.schema import LONGEST_LIST, AttentionRule, Plan, Rule, Tie
 from parallelize.plan.stage_ranks import ranks_of_stages
 from parallelize.plan.stages import Assignment, Costs, Stages, cut_stages
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
@@ -345,7 +345,7 @@ def _wrong_layouts(plan: Plan, parameters: Mapping[str, ParameterRow]) -> list[P
 def layers_of(plan: Plan) -> str:
     """The fqn of the module that contains the layers; empty where the plan does not name it."""
     source = plan.cuts or plan.layers_region
-    return source.layers if source is not None else ""
+    return source.layers if source is not None and source.layers != LONGEST_LIST else ""
 
 
 def zero_units(

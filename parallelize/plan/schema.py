@@ -167,12 +167,17 @@ class Case:
     where: str = ""
 
 
+LONGEST_LIST = "*"
+"""The layers of a pipeline where none are named: those of the sequence-parallel region, else the longest list."""
+
+
 @dataclass(frozen=True)
 class Cuts:
     """Where a model may be split into pipeline stages: between the children of `layers`, and before and after them.
 
     Attributes:
-        layers: fqn of the list whose children are called one after another.
+        layers: fqn of the list whose children are called one after another; default: those of the
+            sequence-parallel region, else the list with the most modules.
         first: modules that run before `layers`, in calling order.
         last: modules that run after `layers`, in calling order. Where `first` and `last` are both empty, the modules
             before and after `layers` in the order of the model.
@@ -183,7 +188,7 @@ class Cuts:
         where: file, line and column, for messages.
     """
 
-    layers: str
+    layers: str = LONGEST_LIST
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     every: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from parallelize.base.errors import PlanError, Problem, did_you_mean, short_list
 from parallelize.plan.adapters import prompt_encoders, with_prompts
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import matches
-from parallelize.plan.schema import Cuts, Plan
+from parallelize.plan.schema import LONGEST_LIST, Cuts, Plan
 
 Costs = Mapping[str, float] | Sequence[float]
 Assignment = Sequence[Sequence[str]]
@@ -153,8 +153,9 @@ def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
     region = plan.layers_region if plan is not None else None
     if cuts is None and region is not None:
         cuts = Cuts(region.layers, carry=(region.argument,) if region.argument else ())
-    if cuts is None:
-        cuts = Cuts(_longest_list(model))
+    cuts = cuts or Cuts()
+    if cuts.layers == LONGEST_LIST:
+        cuts = replace(cuts, layers=region.layers if region is not None else _longest_list(model))
     if not _children(cuts.layers, model):
         lists = {name.rpartition(".")[0] for name in model.modules if name.rpartition(".")[2].isdigit()}
         fix = did_you_mean(cuts.layers, lists) if lists else "name the list of layers"

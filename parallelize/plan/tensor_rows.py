@@ -152,8 +152,10 @@ class _Resolver:
                 self.problems.append(Problem("unmatched-rule", what, rule.where, fix="remove it, or write `**?`"))
 
     def _is_claimed(self, name: str, modules: set[str], parameters: dict[str, Rule]) -> bool:
-        """Whether rules claim a parameter of a module, by any of its names; also where it has no parameters."""
-        own = {self.model.parameter_fqns[f"{name}.{key}" if name else key] for key in self.model.modules[name].shapes}
+        """Whether rules claim a parameter of a module, by any of its names; also where it has no parameters, or none of
+        the part of a model that is planned later."""
+        fqns = (f"{name}.{key}" if name else key for key in self.model.modules[name].shapes)
+        own = {self.model.parameter_fqns[fqn] for fqn in fqns if fqn in self.model.parameter_fqns}
         names = [other for fqn in own for other in self.model.parameters[fqn].names]
         owning_modules = {self.model.module_fqns[other.rpartition(".")[0]] for other in names}
         return not own or not owning_modules.isdisjoint(modules) or any(other in parameters for other in names)

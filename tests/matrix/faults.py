@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.matrix import verdicts
 from tests.matrix.axes import AXES
-from tests.matrix.cells import CRASHED, RIGHT, WRONG, Verdict, cells_of, reference, run_cell
+from tests.matrix.cells import CRASHED, RIGHT, WRONG, Verdict, bounds_of, cells_of, reference, run_cell
 from tests.matrix.feature import load_features
 from tests.matrix.verdicts import Cell
 from tests.support.processes import server_context
@@ -233,10 +233,12 @@ def _answers(fault: Fault | None, cells: list[Cell]) -> Iterator[tuple[Cell, Ver
 
 
 def _serve(fault: Fault | None, cells: list[Cell], pipe: Any) -> None:
-    """References of rows with `one_rank` run the package, so they are made before the fault."""
-    for feature, kind, axis in cells:
-        if load_features()[feature].one_rank:
-            reference(load_features()[feature], kind, AXES[axis].deep)
+    """What is compared is made before the fault where it is the package that makes it."""
+    for name, kind, axis in cells:
+        feature = load_features()[name]
+        if feature.one_rank or feature.rounds is not None:
+            expected = reference(feature, kind, AXES[axis].deep)
+            bounds_of(feature, kind, AXES[axis].deep, expected)
     _quiet()
     with nullcontext() if fault is None else fault.applied():
         for cell in cells:

@@ -31,8 +31,8 @@ class Feature:
         prepare: changes the model before it is placed, once for both sides (adapters, frozen parts).
         others: further models that the feature takes (a teacher, a critic), by kind; None: another one of its kind.
         bound: the largest relative error in float64.
-        rounds: the dtype that it computes in, where that is not float64: the error may be three times that of the same on
-            a mesh of one rank, and always two roundings, as the error of a single number may be zero by chance.
+        rounds: the dtype that it computes in, where that is not float64: the error may be three times that of the same
+            on a mesh of one rank, and always two roundings, as the error of a single number may be zero by chance.
         refused: slugs by which cells may be refused, each with the reason, which docs/ give too.
         on: says for which axes the feature has a meaning; the others have no cell.
         one_rank: the reference is the planned model on a mesh of one rank, where randomness is the package's.

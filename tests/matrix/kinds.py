@@ -230,7 +230,15 @@ KINDS: dict[str, Kind] = {
     ),
     "mixture": Kind(_family("qwen3_moe", mlp_only_layers=[]), _text, traits=STOCK_TEXT | {"experts"}),
     "hybrid": Kind(_shipped("bamba", mamba_chunk_size=16), _text, traits=STOCK_TEXT | {"recurrent"}),
-    "vit": Kind(_shipped("vit", num_hidden_layers=2, num_labels=6), _images, traits=frozenset({"stock", "vision"})),
+    "vit": Kind(
+        _shipped("vit", num_hidden_layers=2, num_labels=6),
+        _images,
+        traits=frozenset({"stock", "vision"}),
+        refused={
+            "no-attention": "images are no sequences that cp could split",
+            "no-vocabulary-output": "a classifier has no vocabulary whose logits could stay sharded",
+        },
+    ),
     "own": Kind(_own, _text, traits=frozenset({"causal", "text"}), plan="own", deep={"layers": 4}),
 }
 

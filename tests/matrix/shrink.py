@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from tests.matrix.axes import AXES, Axis
-from tests.matrix.cells import CRASHED, Verdict, judge, ranks_of, reference
+from tests.matrix.cells import CRASHED, Verdict, bounds_of, judge, ranks_of, reference
 from tests.matrix.feature import Feature, load_features
 from tests.matrix.kinds import KINDS
 
@@ -35,9 +35,10 @@ class SmallCell:
         kind = KINDS[self.kind]
         try:
             expected = reference(feature, self.kind, self.axis.deep)
+            bounds = bounds_of(feature, self.kind, self.axis.deep, expected)
         except Exception as error:  # the row itself does not run on so small a model
             return Verdict(CRASHED, f"{type(error).__name__} alone: {error}")
-        return judge(feature, kind, *ranks_of(feature, self.kind, kind, self.axis), expected)
+        return judge(feature, kind, *ranks_of(feature, self.kind, kind, self.axis), expected, bounds)
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.axis.sizes.items())

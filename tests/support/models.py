@@ -439,7 +439,16 @@ def choose_unevenly(model: nn.Module) -> None:
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
 
 
-ROUND_INSIDE = ("router", "gate", "rmsnormgated", "gateddeltanet", "mambamixer", "mamba2mixer", "bambamixer", "mambalayer")
+ROUND_INSIDE = (
+    "router",
+    "gate",
+    "rmsnormgated",
+    "gateddeltanet",
+    "mambamixer",
+    "mamba2mixer",
+    "bambamixer",
+    "mambalayer",
+)
 ROUND_INSIDE += ("jetmoetopkgating", "deepseekv2attention", "llama4textattention", "nemotronhforcausallm")
 CENTERED_NORMS = ("Gemma2", "Gemma3", "Qwen3Next", "Qwen3_5")  # whose weight is added to one
 

@@ -124,12 +124,17 @@ def _adapted(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
     return Contract("adapted", compute="adapted")
 
 
+def _use(style: StyleText, dim: int) -> Use:
+    """Of a dim that is divided as the layer's, whose packed chunks may have units of several widths."""
+    return Use(dim, style.unit, style.chunks, widths=style.widths if any(style.widths) else ())
+
+
 def _column_adapter(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
-    return Contract("column_adapter", uses=dict.fromkeys(module.shapes, Use(0, style.unit, style.chunks)))
+    return Contract("column_adapter", uses=dict.fromkeys(module.shapes, _use(style, 0)))
 
 
 def _row_adapter(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
-    return Contract("row_adapter", uses={"weight": Use(1, style.unit)})
+    return Contract("row_adapter", uses={"weight": _use(style, 1)})
 
 
 def _expert_adapter(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:

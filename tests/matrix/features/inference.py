@@ -157,10 +157,10 @@ def _generated(side: Side, padded: bool) -> None:
     side.update()
     side.model.eval()
     prompts = _prompts(side, padded)
-    theirs = side.model.generate(**prompts, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
-    ours = theirs
     if not side.alone:
         ours = parallelize.generate(side.model, **prompts, max_new_tokens=3, temperature=0, eos_token_id=[])
+    theirs = side.model.generate(**prompts, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ours = theirs if side.alone else ours
     side.record("theirs", side.whole(theirs))
     side.record("ours", side.whole(ours))
     side.model.train()
@@ -169,7 +169,6 @@ def _generated(side: Side, padded: bool) -> None:
 
 NO_CACHE = {
     "cut-model": "no stage has the whole model",
-    "stage-called-alone": "the same, on a mesh without tp and cp",
     "cache-over-cp": "caches of gathered modules are not divided",
     "generate-over-ep": "data ranks may generate other numbers of tokens, and experts take those of all",
 }

@@ -203,7 +203,7 @@ def pretrained(side: Side) -> None:
                 parameter.zero_()
         side.model, side.optimizers = fresh, []
         side.place()
-        load_pretrained(side.model, f"{side.folder}/saved", mesh=side.mesh)
+        load_pretrained(side.parallel, f"{side.folder}/saved")
     _second_step(side)
 
 

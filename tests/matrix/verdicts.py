@@ -32,24 +32,26 @@ RECORDABLE = (SAME, BETTER, CHANGED, NEW)
 
 
 _FULL_KIND = "llama"
-_DRAWN = 2
+_PRODUCTS, _OTHERS = 6, 2  # that are drawn for this kind, and for each of the others
 
 
 def all_cells() -> list[Cell]:
     """Every cell of the table, those of a feature and kind together.
 
-    Each feature on every axis for one kind of model. For the other kinds on the axes of experts, if they have any, and
-    on two others, drawn by hash, so that over all features each kind has been on each axis. `run` takes any cell.
+    Each feature on every mesh of two ranks for one kind of model, and on six larger ones; for the other kinds on the
+    axes of experts, if they have any, and on two more. Those are drawn by hash, so that over all features each kind has
+    been on each axis. `run` takes any cell.
     """
     return [(name, kind, axis) for name, row in load_features().items() for kind in KINDS for axis in _axes(row, kind)]
 
 
 def _axes(row: Feature, kind: str) -> list[str]:
     possible = cells_of(row, kind)
-    if kind == _FULL_KIND:
-        return possible
-    others = sorted((name for name in possible if not AXES[name].mixture), key=lambda name: _hash(row.name, kind, name))
-    return [name for name in possible if AXES[name].mixture or name in others[:_DRAWN]]
+    is_full = kind == _FULL_KIND
+    fixed = [name for name in possible if AXES[name].mixture or (is_full and AXES[name].world_size <= 2)]
+    others = sorted(set(possible) - set(fixed), key=lambda name: _hash(row.name, kind, name))
+    chosen = {*fixed, *others[: _PRODUCTS if is_full else _OTHERS]}
+    return [name for name in possible if name in chosen]
 
 
 def _hash(*names: str) -> int:

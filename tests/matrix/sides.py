@@ -36,10 +36,14 @@ _GENERATOR = threading.Lock()  # ranks are threads with one default generator
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Within the block PyTorch's generator starts from the seed, on every rank."""
+    """Within the block PyTorch's generator starts from the seed, on every rank: ranks that are threads share it, and
+    none draws from it for something else meanwhile."""
+    meet = dist.barrier if dist.is_initialized() else (lambda: None)
+    meet()
     with _GENERATOR:
         torch.manual_seed(seed)
         yield
+    meet()
 
 
 class Side:

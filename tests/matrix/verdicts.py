@@ -32,24 +32,28 @@ RECORDABLE = (SAME, BETTER, CHANGED, NEW)
 
 
 _FULL_KIND = "llama"
-_DRAWN = 2
+_PRODUCTS, _OF_EXPERTS, _OTHERS = 4, 3, 2  # axes that are drawn: of this kind, of experts, of each other kind
 
 
 def all_cells() -> list[Cell]:
     """Every cell of the table, those of a feature and kind together.
 
-    Each feature on every axis for one kind of model. For the other kinds on the axes of experts, if they have any, and
-    on two others, drawn by hash, so that over all features each kind has been on each axis. `run` takes any cell.
+    Each feature on every mesh of two ranks for one kind of model, and on four larger ones; for the other kinds on two
+    meshes, and on three of those of experts if they have any. What is not all is drawn by hash, so that over all
+    features each kind has been on each axis. `run` takes any cell.
     """
     return [(name, kind, axis) for name, row in load_features().items() for kind in KINDS for axis in _axes(row, kind)]
 
 
 def _axes(row: Feature, kind: str) -> list[str]:
     possible = cells_of(row, kind)
-    if kind == _FULL_KIND:
-        return possible
-    others = sorted((name for name in possible if not AXES[name].mixture), key=lambda name: _hash(row.name, kind, name))
-    return [name for name in possible if AXES[name].mixture or name in others[:_DRAWN]]
+    is_full = kind == _FULL_KIND
+    fixed = [name for name in possible if is_full and AXES[name].world_size <= 2]
+    drawn = sorted(set(possible) - set(fixed), key=lambda name: _hash(row.name, kind, name))
+    of_experts = [name for name in drawn if AXES[name].mixture]
+    others = [name for name in drawn if not AXES[name].mixture]
+    chosen = {*fixed, *of_experts[:_OF_EXPERTS], *others[: _PRODUCTS if is_full else _OTHERS]}
+    return [name for name in possible if name in chosen]
 
 
 def _hash(*names: str) -> int:

@@ -172,9 +172,8 @@ class Reducer:
         return self.dtype or param.dtype
 
     def newly_unfrozen(self) -> list[ReducedParameter]:
-        """Those that were frozen and train now, except copies of a tied parameter, of which other stages know
-        nothing."""
-        return [parameter for parameter in self.frozen if parameter.param.requires_grad and not parameter.late]
+        """Those that were frozen and train now."""
+        return [parameter for parameter in self.frozen if parameter.param.requires_grad]
 
     def _make_buckets(self, managed: Sequence[ReducedParameter]) -> Iterable[Bucket]:
         for indices in partition([self._size(parameter) for parameter in managed], self._bucket_bytes):

@@ -134,6 +134,23 @@ def unfrozen_later(side: Side) -> None:
 
 
 @feature()
+def unfrozen_ends(side: Side) -> None:
+    """The embedding and the head, which may be one parameter with copies on two stages, and the norms beside them."""
+    ends = ("embed", "wte", "shared", "head", "norm", "ln_f", "classifier")
+    for parameter in side.like(*ends).values():
+        parameter.requires_grad_(False)
+    side.place()
+    side.optimizer(torch.optim.SGD, list(side.model.parameters()), momentum=0.9)
+    side.step(0)
+    side.update()
+    for parameter in side.like(*ends).values():
+        parameter.requires_grad_(True)
+    side.step(1)
+    side.update()
+    side.step(2)
+
+
+@feature()
 def frozen_later(side: Side) -> None:
     side.place()
     side.optimizer(torch.optim.SGD, momentum=0.9)

@@ -19,6 +19,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.state.records import applied, mark_applied, record_of
 from parallelize.state.stored_slices import named_once
+from parallelize.state.tensor_tables import swappable
 
 Rebuild = Mapping[str, Callable[[], torch.Tensor]]
 
@@ -203,7 +204,8 @@ def _apply(self: Any, fn: Callable, recurse: bool = True) -> nn.Module:
         for child in self.children() if recurse else ():
             child._apply(fn)
     else:
-        type(self)._apply(self, fn, recurse)
+        with swappable(self.parameters(recurse)):
+            type(self)._apply(self, fn, recurse)
     for key, value in applied(self).rebuilt_buffers.items():
         buffer = self._buffers.get(key)
         if buffer is not None and not buffer.is_meta:

@@ -3,7 +3,6 @@ refuse."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +28,7 @@ from parallelize.state.guards.guard_table import (
 from parallelize.state.guards.other_libraries import refuse_wrappers
 from parallelize.state.guards.unreduced_gradients import NOT_REDUCED, guard_gradients
 from parallelize.state.records import applied, mark_of
+from parallelize.state.tensor_tables import TensorTable
 
 
 def _sums(model: Guarded) -> bool:
@@ -99,13 +99,13 @@ add_guards(
 # has its own.
 
 
-_REFUSED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id, as tensors compare elementwise
+_REFUSED: TensorTable[bool] = TensorTable()
 
 
 def refuse_steps(parameters: Iterable[Any]) -> None:
     """Let a step of an optimizer that has one of these parameters itself raise ModelError `unsharded-optimizer`."""
     for parameter in parameters:
-        _REFUSED[id(parameter)] = parameter
+        _REFUSED[parameter] = True
         watch_optimizers()
 
 
@@ -134,7 +134,7 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_parameter(name: str, parameter: Any, fused: bool) -> None:
-    if _REFUSED.get(id(parameter)) is parameter:
+    if _REFUSED.get(parameter):
         what = f"{name} was given parameters that are stepped as shards or as float32 copies after shard_data"
         fix = f"build_optimizer(model, {name}, ...), or optimizer() of what parallelize_model returns"
         raise ModelError(Problem("unsharded-optimizer", what, fix=fix))

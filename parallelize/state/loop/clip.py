@@ -20,6 +20,7 @@ from parallelize.comm.meshes import mesh_spec
 from parallelize.state.layout_tensor.layout_shard import layout_axis
 from parallelize.state.records import Shared, applied, mark_of, mesh_of, pipeline_cut
 from parallelize.state.sharding import shared_of_parameters
+from parallelize.state.tensor_tables import TensorTable
 
 _local_of = private.local_of
 _UNSHARDED: Groups = ()
@@ -279,7 +280,7 @@ def sharding_groups(grad: DTensor) -> Groups:
 # several meshes it has none.
 
 
-_STAGED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id, as tensors compare elementwise
+_STAGED: TensorTable[bool] = TensorTable()  # what is clipped with all stages
 
 
 def serve_stock_clip(parameters: Iterable[Any]) -> None:
@@ -290,7 +291,7 @@ def serve_stock_clip(parameters: Iterable[Any]) -> None:
     """
     serve_several_meshes()
     for parameter in parameters:
-        _STAGED[id(parameter)] = parameter
+        _STAGED[parameter] = True
 
 
 def serve_several_meshes() -> None:
@@ -316,8 +317,7 @@ def _wrapped(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 def _parameters_of(gradients: list[torch.Tensor]) -> list[Any]:
     """The parameters with these gradients; none where no gradient is of a pipeline stage."""
-    staged = [parameter for reference in _STAGED.valuerefs() if (parameter := reference()) is not None]
-    by_gradient = {id(parameter.grad): parameter for parameter in staged if parameter.grad is not None}
+    by_gradient = {id(parameter.grad): parameter for parameter in _STAGED.tensors() if parameter.grad is not None}
     if not any(id(gradient) in by_gradient for gradient in gradients):
         return []
     return [by_gradient[id(gradient)] if id(gradient) in by_gradient else _Unmarked(gradient) for gradient in gradients]

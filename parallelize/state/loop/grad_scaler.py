@@ -7,20 +7,20 @@ disagree would step some pipeline stages, or some shards, and not the others.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.meshes import mesh_spec
+from parallelize.state.tensor_tables import TensorTable
 
-_STAGED: MutableMapping[Any, DeviceMesh] = WeakIdKeyDictionary()  # parameters of pipeline stages
+_STAGED: TensorTable[DeviceMesh] = TensorTable()  # parameters of pipeline stages
 _MESHES: weakref.WeakKeyDictionary[Optimizer, DeviceMesh] = weakref.WeakKeyDictionary()
 
 
@@ -60,7 +60,7 @@ def _wrapped(stock: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable
 def _mesh_of_stages(optimizer: Optimizer) -> DeviceMesh | None:
     """The mesh of a pipeline with a stage that an optimizer of the user's own steps."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return next((_STAGED[parameter] for parameter in parameters if parameter in _STAGED), None)
+    return next((mesh for parameter in parameters if (mesh := _STAGED.get(parameter)) is not None), None)
 
 
 def _max_over_ranks(overflows: dict[torch.device, torch.Tensor], mesh: DeviceMesh) -> dict[torch.device, torch.Tensor]:

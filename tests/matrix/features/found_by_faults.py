@@ -56,6 +56,7 @@ def weights_in_new_storage(side: Side) -> None:
     side.optimizer(torch.optim.SGD, momentum=0.9)
     side.model.float().double()
     side.train()
+    side.clip(0.3)
 
 
 @feature(

@@ -145,7 +145,6 @@ def parallelize_model(
     clock = (install_dropout if drops(module) else install_draws)(module, mesh=mesh, seed=dropout_seed)
 
     set_up(FINISHED, Guarded(module, mesh))
-    data = data_of(module)
     pipeline = Pipeline(
         module,
         mesh,
@@ -156,7 +155,6 @@ def parallelize_model(
         count=count,
         whole=whole,
         share_inputs=share_inputs,
-        data=data.engine if data is not None else None,
         clock=clock,
         check_replicated=check_replicated,
         compare_every=complete.compare_every,

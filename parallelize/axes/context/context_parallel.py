@@ -33,7 +33,7 @@ from parallelize.plan.choose import plan_of
 from parallelize.plan.options import Options, wrong_ulysses
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.state.guards.guard_table import ON_CONTEXT, Guarded, set_up
+from parallelize.state.guards.guard_table import LEFT_UNREDUCED, ON_CONTEXT, Guarded, set_up
 from parallelize.state.local_config import LocalConfig
 from parallelize.state.randomness.dropout.install import install_draws, refuse_early_dropout, require_installed_dropout
 from parallelize.state.records import facts_of, mark_applied, pipeline_cut, record_of, resolution_of
@@ -41,7 +41,9 @@ from parallelize.state.step_results import as_instance
 from parallelize.state.transaction import Transaction
 
 
-def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, ulysses: int = 1) -> nn.Module:
+def context_parallel(
+    module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, ulysses: int = 1, own_reduction: bool = False
+) -> nn.Module:
     """Shard the sequences of a stock module over the mesh's `cp` axis, in place, and return the module.
 
     The module is then called with full sequences, the same on every rank of cp. Each rank keeps its local tokens, and
@@ -55,6 +57,8 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, u
         plan: as for `parallelize_module`; its `attention:` names the modules whose attention runs over cp.
         ulysses: size of the groups that exchange heads by all-to-all; a ring connects the groups. 1: a ring only; the
             size of cp: no ring.
+        own_reduction: the caller sums gradients over cp, in its own code. Otherwise a backward before `shard_data` is
+            refused.
 
     Returns: `module`.
     Raises: before anything is changed,
@@ -62,6 +66,7 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, u
         PlanError: `no-attention`, `unmatched-attention`.
         ModelError: `no-positions`, `already-parallelized`, `length-dependent-rotary`, `unplanned-attention`.
         HandshakeError: if ranks differ.
+        In a backward that nothing reduces, ModelError: `unreduced-gradients`.
     Cost: a handshake now. Attention of each layer sends s tokens' keys and values P/U - 1 times around a ring of P/U
         ranks, and exchanges queries, keys, values and output once in a group of U ranks; backward about twice that.
 
@@ -82,6 +87,8 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, u
     if on_context(spec):
         require_installed_dropout(module)
         install_draws(module, mesh)
+        if not own_reduction:
+            set_up(LEFT_UNREDUCED, Guarded(module, mesh))
     return module
 
 

@@ -31,6 +31,7 @@ from parallelize.axes.pipeline.ties import ties_of
 from parallelize.axes.pipeline.timeline import Timeline, with_messages
 from parallelize.axes.pipeline.transport import Transport
 from parallelize.axes.recomputation.recompute import recomputed
+from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
@@ -38,6 +39,7 @@ from parallelize.comm.meshes import mesh_spec
 from parallelize.plan.adapters import active_adapters, adapted_layers_of
 from parallelize.state.forward_rows import BatchPart
 from parallelize.state.later_changes import plan_changes
+from parallelize.state.randomness.dropout.install import dropout_clock
 from parallelize.state.randomness.dropout.position import Clock, Position
 from parallelize.state.records import Cut, mark_applied, pipeline_cut, record_of
 from parallelize.watchdog.watching import telling_of
@@ -67,8 +69,8 @@ class Pipeline:
             names to bool says for some that they are split (False), where that is not clear.
         share_inputs: inputs and targets of the first pp rank are broadcast, and those of the other pp ranks are
             ignored.
-        data: reduces gradients over the data axes: the `engine` of `data_of(module)`.
-        clock: what `install_dropout` returned; it is set to the position in training of each microbatch.
+        data: reduces gradients over the data axes. Default: what `shard_data` installed.
+        clock: is set to the position in training of each microbatch. Default: what `install_dropout` installed.
         check_replicated: compare in every call what ranks must have alike, see `StepCheck`; and in the first one, that
             targets of the default loss are not the token ids themselves.
         compare_every: with `check_replicated`, compare the parameters that ranks store alike in the first call, and in
@@ -107,7 +109,9 @@ class Pipeline:
     ):
         if overlap_microbatches == "auto" and not may_overlap_microbatches(module):
             overlap_microbatches = False
-        self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
+        self.module, self.mesh = module, mesh
+        self.data = data if data is not None else _installed_engine(module)
+        self.clock = clock if clock is not None else dropout_clock(module)
         self.steps_done = 0
         self._first_sequence: int | None = None  # of this data rank, in the global batch; None until something is drawn
         self.cut = pipeline_cut(module)
@@ -449,6 +453,13 @@ def _device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _installed_engine(module: nn.Module) -> Data | None:
+    """What reduces the gradients of a model after `shard_data`. Without it a step would end before they are summed over
+    tp, and data ranks would sum what is not complete."""
+    data = data_of(module)
+    return data.engine if data is not None else None
 
 
 def _runner(module: nn.Module, cut: Cut | None, region: Any) -> Any:

@@ -22,7 +22,7 @@ _FIX = "shard_data(model, mesh) before the first backward"
 NOT_REDUCED = Problem(
     "unreduced-gradients",
     "the mesh has data axes, and nothing sums this model's gradients over their ranks",
-    fix=f"{_FIX}, or fully_shard; parallelize_module(..., own_reduction=True) if the loop does it",
+    fix=f"{_FIX}, or fully_shard; own_reduction=True of what applied the plan, if the loop does it",
 )
 COPIED = Problem(
     "unreduced-gradients",

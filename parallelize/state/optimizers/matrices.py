@@ -13,7 +13,7 @@ from torch import nn
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.files.boxes import Box, full_box
 from parallelize.base.layout import Chunk
-from parallelize.state.records import record_of
+from parallelize.state.records import pipeline_cut, record_of
 
 Shape = tuple[int, ...]
 IsMatrix = Callable[[str], bool]
@@ -27,7 +27,7 @@ def matrix_names(module: nn.Module, shapes: Mapping[str, Shape]) -> set[str]:
     biases.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
-    rows = {shapes[f"{n}.weight".lstrip(".")][0] for n, m in modules.items() if _is_embedding(m, n, shapes)}
+    rows = _rows_of_embeddings(module)
     head = _head_weight(module)
     names = set()
     for name, shape in shapes.items():
@@ -41,8 +41,14 @@ def matrix_names(module: nn.Module, shapes: Mapping[str, Shape]) -> set[str]:
     return names
 
 
-def _is_embedding(module: nn.Module, name: str, shapes: Mapping[str, Shape]) -> bool:
-    return isinstance(module, nn.Embedding) and f"{name}.weight".lstrip(".") in shapes
+def _rows_of_embeddings(module: nn.Module) -> set[int]:
+    """Of all embeddings of the model: of a pipeline, the stage with the head may have none."""
+    cut = pipeline_cut(module)
+    if cut is None:
+        return {inner.weight.shape[0] for inner in module.modules() if isinstance(inner, nn.Embedding)}
+    embeddings = [name for name, inner in cut.facts.modules.items() if inner.kind == "embedding"]
+    keys = (cut.facts.parameter_fqns.get(f"{name}.weight".lstrip(".")) for name in embeddings)
+    return {cut.facts.parameters[key].shape[0] for key in keys if key is not None}
 
 
 def _head_weight(module: nn.Module) -> Any:

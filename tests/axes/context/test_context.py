@@ -211,7 +211,7 @@ def test_the_models_own_loss_counts_all_ranks():
 
     def body(rank):
         sharded = copy.deepcopy(model)
-        context_parallel(sharded, build_mesh("cpu", cp=2))
+        context_parallel(sharded, build_mesh("cpu", cp=2), own_reduction=True)
         actual = sharded(input_ids=ids, labels=labels).loss
         actual.backward()
         return actual.detach(), {name: p.grad for name, p in sharded.named_parameters()}

@@ -203,7 +203,8 @@ def test_a_model_of_ones_own_by_context_parallel_alone(ulysses):
     expected = {name: p.grad for name, p in reference.named_parameters()}
 
     def body(rank):
-        net = context_parallel(copy.deepcopy(model), build_mesh("cpu", cp=2), own_plan(), ulysses=ulysses)
+        mesh = build_mesh("cpu", cp=2)
+        net = context_parallel(copy.deepcopy(model), mesh, own_plan(), ulysses=ulysses, own_reduction=True)
         assert slug_of(ModelError, lambda: net(ids, indices)) == "dropout-not-installed"
         install_dropout(net, 5)
         (net(ids, indices) * split_sequence(net, weight)).sum().backward()

@@ -155,7 +155,7 @@ def test_a_model_of_ones_own_that_stores_states(over_tp):
     def body(rank):
         copied, sizes = copy.deepcopy(model), {"cp": 2, "tp": 2} if over_tp else {"cp": 2}
         copied.zero_grad()
-        apply = partial(parallelize_module, own_reduction=True) if over_tp else context_parallel
+        apply = partial(parallelize_module if over_tp else context_parallel, own_reduction=True)
         net = apply(copied, build_mesh("cpu", **sizes), own_plan())
         out = net(ids)
         out.square().sum().backward()

@@ -17,7 +17,7 @@ IDS = torch.arange(3, 15).view(2, 6)
 
 
 def over_cp(model, **options):
-    return context_parallel(copy.deepcopy(model), build_mesh("cpu", cp=2), **options)
+    return context_parallel(copy.deepcopy(model), build_mesh("cpu", cp=2), own_reduction=True, **options)
 
 
 def refused(slug, model, *args, kind=ModelError, **inputs):

@@ -16,6 +16,7 @@ from parallelize import (
     ModelError,
     build_mesh,
     build_optimizer,
+    context_parallel,
     parallelize_model,
     parallelize_module,
     save_pretrained,
@@ -47,6 +48,17 @@ def test_a_planned_model_without_a_reducer(axes, change):
         with refused(ModelError, "unreduced-gradients", "shard_data", "fully_shard", "own_reduction=True"):
             backward(block)
         assert all(parameter.grad is None for parameter in (block.down.weight, block.down.bias))
+
+
+def test_context_parallelism_alone():
+    model = tiny_model("llama")
+
+    def body(rank: int) -> None:
+        sharded = context_parallel(copy.deepcopy(model), build_mesh("cpu", cp=2))
+        with refused(ModelError, "unreduced-gradients", "shard_data", "own_reduction=True"):
+            sharded(input_ids=torch.ones(2, 6, dtype=torch.int64)).logits.sum().backward()
+
+    run_ranks(2, body)
 
 
 def test_what_makes_such_a_model_train():

@@ -1,0 +1,34 @@
+"""What is asked of a mixture's routers: their load, their choices, a balance."""
+
+from __future__ import annotations
+
+from parallelize import balanced_routing, record_routes, replay_routes, routing_load
+from tests.matrix.feature import feature
+from tests.matrix.features.losses import NOT_BY_HAND
+from tests.matrix.sides import Side
+
+
+@feature(needs={"experts"})
+def load_of_experts(side: Side) -> None:
+    """Counting changes nothing of a step."""
+    side.place()
+    with routing_load(side.model):
+        side.step(0)
+
+
+@feature(needs={"experts"}, one_rank=True)
+def balanced_experts(side: Side) -> None:
+    """Choices that are even, for timings."""
+    side.place()
+    with balanced_routing(side.model):
+        side.step(0)
+
+
+@feature(needs={"experts"}, refused=NOT_BY_HAND)
+def replayed_routes(side: Side) -> None:
+    """The choices of a first forward are those of a later step."""
+    side.place()
+    with record_routes(side.model) as routes:
+        side.evaluate(0)
+    with replay_routes(side.model, routes):
+        side.step(0)

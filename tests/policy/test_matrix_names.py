@@ -31,6 +31,8 @@ _TRAINER = "a loop of another library: tests/training/trainers/"
 _COMM = "of processes and links, not of a model: tests/comm/"
 _BY_LAYER = "a matmul of one layer, without a model: tests/ops/matmul/"
 _ENGINE = "of other engines, which are not here: tests/checkpoint/export/"
+_BIAS = "of routers with a bias, which no kind has: tests/axes/tensor/experts/"
+_FOREIGN = "of weights that other libraries have quantized: tests/state/quantization/"
 _DATA = "of the data before a batch is one: tests/training/data/"
 
 WITHOUT_A_ROW: dict[str, str] = {
@@ -40,23 +42,27 @@ WITHOUT_A_ROW: dict[str, str] = {
         _ERROR,
     ),
     "Problem": _ERROR,
+    "balance_experts": _BIAS,
+    "import_quantized": _FOREIGN,
     **dict.fromkeys(["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"], _TORCH_STYLE),
     **dict.fromkeys(["SequenceParallel", "ColwiseParallel", "RowwiseParallel"], _TORCH_STYLE),
     **dict.fromkeys(["Cuts", "Plan", "Tie", "Contract", "Conversion", "Traits", "Use", "shipped_plans"], _FORM),
     **dict.fromkeys(["ModuleFacts", "Style", "StyleContext", "StyleText", "register_style"], _FORM),
     **dict.fromkeys(["explain", "Explanation", "lint", "Finding", "derive_plan", "Derived", "MeshSpec"], _OFFLINE),
     **dict.fromkeys(["verify", "Verification", "assert_verified", "describe_plan", "bytes_per_rank"], _OFFLINE),
-    **dict.fromkeys(["describe_schedule", "simulate", "Timeline", "recompute_cost", "Options"], _OFFLINE),
+    **dict.fromkeys(
+        ["build_schedule", "describe_schedule", "simulate", "Timeline", "recompute_cost", "Options"], _OFFLINE
+    ),
     **dict.fromkeys(["ConsoleLogger", "HubLogger", "JSONLinesLogger", "Logger", "Loggers"], _LOGGER),
     **dict.fromkeys(["TensorBoardLogger", "WandbLogger"], _LOGGER),
     **dict.fromkeys(["ParallelTrainer", "ParallelSFTTrainer"], _TRAINER),
-    **dict.fromkeys(["LinkProfile", "destroy_groups", "Watch", "watch", "mesh_spec", "axis_group", "group_for"], _COMM),
+    **dict.fromkeys(["LinkProfile", "destroy_groups", "Watch", "watch", "mesh_spec", "group_for"], _COMM),
     **dict.fromkeys(["all_gather_linear", "column_linear", "linear_all_reduce", "linear_reduce_scatter"], _BY_LAYER),
     **dict.fromkeys(["OverlappedLinears", "overlapped_linears", "calibrate", "DeferredGradients"], _BY_LAYER),
     **dict.fromkeys(["overlap_counts", "overlap_report", "deferred_gradients"], _BY_LAYER),
     **dict.fromkeys(["vllm_update_info", "vllm_weight_source", "verl_per_tensor_param"], _ENGINE),
-    **dict.fromkeys(["check_loader", "collate_rows", "IterableBatches", "FittedRows"], _DATA),
-    **dict.fromkeys(["ParallelModel", "Schedule", "Pipeline", "DeferredLogits", "ShardedLogits", "RoutingLoad"], _TYPE),
+    **dict.fromkeys(["PackedDocuments", "check_loader", "collate_rows", "IterableBatches", "FittedRows"], _DATA),
+    **dict.fromkeys(["ParallelModel", "Schedule", "DeferredLogits", "ShardedLogits", "RoutingLoad"], _TYPE),
     **dict.fromkeys(["ExpertBalance", "RecordedRoutes", "Streams", "Position"], _TYPE),
     **dict.fromkeys(["Constant", "Normal", "TruncatedNormal", "Uniform"], _TYPE),
 }

@@ -179,10 +179,14 @@ def frozen_with_a_gradient(side: Side) -> None:
 
 @feature()
 def penalty(side: Side) -> None:
+    """L2 to the weights of the start, L1 on what is no matrix, nothing on biases."""
     side.place()
+    start = {name: 0.9 * p.detach() for name, p in side.named().items()}
 
     def decay(name: str, weight: Any) -> Any:
-        return None if name.endswith("bias") else 0.05 * weight.square().sum()
+        if name.endswith("bias"):
+            return None
+        return (weight - start[name]).square().sum() if weight.ndim > 1 else 0.05 * weight.abs().sum()
 
     side.step(0)
     if side.alone:

@@ -68,25 +68,29 @@ def refuse_merging_into_shards(layer: nn.Module, base: nn.Module) -> None:
     bases = {id(parameter) for parameter in base.parameters()}
     adapters = [parameter for parameter in layer.parameters() if id(parameter) not in bases]
     name = getattr(layer, "parameter_name", "weight")
-    if _is_sharded_by_rows(base, name):
-        if not all(map(_is_sharded_over_data, adapters)):
-            what = "adapters that were added under ZeRO 3 are merged, and this rank stores rows of the layers"
-            raise ModelError(Problem("unplanned-adapter", what, fix=_MERGE))
-    elif any(map(_is_sharded_over_data, adapters)):
+    weight = base._parameters.get(name)
+    if any(map(_is_sharded_over_data, adapters)) and "ep" in _axes_of(weight):
         what = (
             f"ZeRO 3 shards the adapters of {name} over all data ranks, and {name} over others: ep divides the experts"
         )
         raise ModelError(Problem("unplanned-adapter", what, fix=_MERGE_IN_ONE))
+    if _is_sharded_over_data(weight) and not all(map(_is_sharded_over_data, adapters)):
+        what = "adapters that were added under ZeRO 3 are merged, and this rank stores rows of the layers"
+        raise ModelError(Problem("unplanned-adapter", what, fix=_MERGE))
 
 
-def _is_sharded_by_rows(module: nn.Module, name: str = "weight") -> bool:
-    """Whether `fully_shard` has sharded a parameter, which gathers it before the module's forward."""
-    return _is_sharded_over_data(module._parameters.get(name))
+def _is_sharded_by_rows(module: nn.Module) -> bool:
+    """Whether `fully_shard` has sharded its weight, which gathers it before the module's forward."""
+    return _is_sharded_over_data(module._parameters.get("weight"))
 
 
 def _is_sharded_over_data(parameter: Any) -> bool:
-    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
-    return not {*DATA_AXES}.isdisjoint(names or ())
+    return not {*DATA_AXES}.isdisjoint(_axes_of(parameter))
+
+
+def _axes_of(parameter: Any) -> tuple[str, ...]:
+    """Of the mesh of a DTensor."""
+    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 
 def _base_of_whole_model(layer: Any) -> nn.Module:

@@ -82,11 +82,10 @@ def _with_unused_layer(model: nn.Module) -> nn.Module:
     return model
 
 
-@feature(
-    prepare=_with_unused_layer,
-    on=_on_data_axes,
-    refused={"unclaimed-parameter": "a rule of the plan must name each parameter"},
-)
+UNCLAIMED = {"unclaimed-parameter": "a rule of the plan must name each parameter"}
+
+
+@feature(prepare=_with_unused_layer, on=_on_data_axes, refused=UNCLAIMED)
 def unused_layer(side: Side) -> None:
     """No rank uses it, so that it gets no gradient."""
     side.place()
@@ -170,7 +169,7 @@ def _before_zero3(axis: Axis) -> bool:
     return _on_data_axes(axis) and axis.options.get("zero", 0) < 3
 
 
-@feature(prepare=_with_unused_layer, on=_before_zero3)
+@feature(prepare=_with_unused_layer, on=_before_zero3, refused=UNCLAIMED)
 def layer_of_the_first_rank(side: Side) -> None:
     """Only the first data rank uses it: the others get its gradient."""
     side.place()

@@ -125,6 +125,8 @@ def initialize_from_checkpoint(side: Side) -> None:
     if not side.alone:
         _save(side)
         side.model, side.optimizers = fresh.to("meta"), []
+        if "stock" in side.kind.traits:
+            side.model.tie_weights()  # which `.to("meta")` has parted
         side.place(initialize=f"{side.folder}/run")
     _second_step(side)
 

@@ -32,6 +32,12 @@ def _take_on_stages(model: Guarded) -> None:
     serve_stage_prompts()
 
 
+def _watch_merging(model: Guarded) -> None:
+    """Of adapters that the model has, and of those that it gets."""
+    plan_before_merging()
+    follow_changes(plan_before_merging)
+
+
 add_guards(
     Guard(
         ("unplanned-adapter",),
@@ -43,7 +49,7 @@ add_guards(
         ("unplanned-adapter",),
         "merging of adapters that are not planned yet: they are planned first",
         (PLANNED, CUT, REDUCED),
-        lambda model: follow_changes(plan_before_merging),
+        _watch_merging,
     ),
     Guard(
         ("added-parameter", "unplanned-adapter"),

@@ -141,6 +141,7 @@ def names_of_ties(side: Side) -> None:
     needs={"causal", "stock"},
     without={"recurrent"},
     on=lambda axis: axis.sizes.keys() == {"tp"} and "ep" not in axis.options,
+    overrides={"": {"tie_word_embeddings": False}},
 )
 def materialized(side: Side) -> None:
     """A model without values is planned, allocated, then filled from a seed."""

@@ -117,6 +117,14 @@ def load_weights_of_checkpoint(side: Side) -> None:
     _second_step(side)
 
 
+def _without_values(side: Side, model: nn.Module) -> nn.Module:
+    """The model on the meta device, with its ties, which PyTorch's move parts."""
+    model = model.to("meta")
+    if "stock" in side.kind.traits:
+        model.tie_weights()
+    return model
+
+
 @feature(names=("initialize=",))
 def initialize_from_checkpoint(side: Side) -> None:
     """A model on the meta device takes its weights from the folder of a run."""
@@ -124,9 +132,7 @@ def initialize_from_checkpoint(side: Side) -> None:
     _first_step(side)
     if not side.alone:
         _save(side)
-        side.model, side.optimizers = fresh.to("meta"), []
-        if "stock" in side.kind.traits:
-            side.model.tie_weights()  # which `.to("meta")` has parted
+        side.model, side.optimizers = _without_values(side, fresh), []
         side.place(initialize=f"{side.folder}/run")
     _second_step(side)
 
@@ -218,7 +224,7 @@ def initialize_from_pretrained(side: Side) -> None:
         side.place()
     else:
         torch.distributed.barrier()
-        side.model = side.model.to("meta")
+        side.model = _without_values(side, side.model)
         side.place(initialize=f"{side.folder}/hub-0")
     side.train()
 

@@ -55,6 +55,15 @@ def test_modules_around_the_layers_are_in_the_first_and_the_last_stage():
     assert stages.stage_of("embed.weight") == 0 and stages.stage_of("norm") == 1 and stages.stage_of("head.bias") == 1
 
 
+def test_a_plan_need_not_name_the_layers(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("schema_version: 1\ntensor_parallel: {'**?': replicate}\npipeline: {carry: [x, bias]}\n")
+    plan = load_plan(str(path))
+    stages = cut_stages(plan, describe(model([4, 4])), 2)
+    assert stages.cuts.layers == "layers" and stages.cuts.carry == ("x", "bias")
+    assert stages.units == ("embed", "layers.0", "layers.1", "norm", "head")
+
+
 def test_shipped_plans_split_every_model():
     from tests.support.models import FAMILIES, tiny_model
 

@@ -8,9 +8,10 @@ all: a parameter that is unused here and used elsewhere must get the gradient of
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from parallelize.base.layout import even_interval
+from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.state.layout_tensor.layout_dtensor import wrap_like
@@ -34,6 +36,22 @@ def to_local(x: Any) -> T:
 def as_gradient(param: Any, value: T) -> Any:
     """A local tensor as a gradient of `param` that autograd and optimizers accept."""
     return wrap_like(param, value) if isinstance(param, DTensor) else value
+
+
+def serve_deep_copies() -> None:
+    """Let `copy.deepcopy` of a model copy its gradients, which are DTensors of views."""
+    patches.replace(DTensor, "__deepcopy__", _copying_views)
+
+
+def _copying_views(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def deep_copy(self: Any, memo: dict[int, Any]) -> Any:
+        if id(self) in memo or not self.is_leaf or not self.storage_offset():
+            return stock(self, memo)
+        copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
+    return deep_copy
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -131,6 +149,8 @@ class AllReduceBucket(Bucket):
         super().__init__(members)
         sizes = [to_local(param).numel() for param in self.params]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=self.dtype, device=self.device)
+        if any(isinstance(param, DTensor) for param in self.params):
+            serve_deep_copies()
         parts = self.flat.split([*sizes, len(sizes)])
         self.views = [part.view(to_local(p).shape) for part, p in zip(parts, self.params, strict=False)]
         self.present = parts[-1]

@@ -60,6 +60,12 @@ TABLE = (
         "writes to the shard what `parameter.data = ...` is given",
         "torch 2.0",
     ),
+    Patch(
+        "torch.distributed.tensor.*DTensor.__deepcopy__",
+        "copies gradients whose local tensors are views of a buffer; PyTorch looks for a storage that they do not have",
+        "torch 2.0",
+        begins="data axes are applied to DTensors",
+    ),
     Patch("DTensor's handler of _local_scalar_dense", "refuses to read one rank's part of a number", "torch 2.2"),
     Patch("DTensor's handler of *", "refuses draws that users make into shards", "torch 2.2"),
     Patch(

@@ -51,7 +51,7 @@ def packed_rows(side: Side) -> None:
     side.step(0, **side.local(batch), targets=side.local(targets))
 
 
-@feature(needs={"text"}, without={"own"})
+@feature(needs={"text", "stock"})
 def right_padding(side: Side) -> None:
     side.place()
     side.step(0, **_padded(side, right=True))

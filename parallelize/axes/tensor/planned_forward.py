@@ -56,6 +56,9 @@ class ModuleRuntime:
         in_adapter: whether that wrapper runs now.
         reparametrized: what adapters that run now make of a local parameter, by key. Called in the module's own
             forward, in which ZeRO 3 has gathered its parameters.
+        convert_choices: of experts that are split: the conversion of a call's choices and weights.
+        region: that the module's forward asks, where it exchanges tokens for heads. A deep copy of the model has
+            conversions and a region of its own, so that no forward may refer to them otherwise.
         inputs: functions from a call's arguments to those with this rank's part of one of them.
         bias_scale: of a row linear whose output an adapter scales before the reduction: 1 on the rank that adds its
             bias, else 0.
@@ -66,6 +69,7 @@ class ModuleRuntime:
         "bias",
         "bias_group",
         "bias_scale",
+        "convert_choices",
         "defer_bias",
         "enter",
         "in_adapter",
@@ -76,6 +80,7 @@ class ModuleRuntime:
         "overlap",
         "plain",
         "prefetched",
+        "region",
         "reparametrized",
         "shows_local",
         "slots",
@@ -104,6 +109,8 @@ class ModuleRuntime:
         self.bias_scale: float | None = None
         self.reparametrized: dict[str, Conversion] = {}
         self.in_adapter = False
+        self.convert_choices: Conversion | None = None
+        self.region: Any = None
         self.inputs: tuple[Callable[[tuple, dict], tuple[tuple, dict]], ...] = ()
 
     def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:

@@ -46,12 +46,11 @@ def check_experts(module: nn.Module, fqn: str) -> None:
         raise ModelError(Problem("wrong-experts-call", what, fix=fix))
 
 
-def split_experts(form: ExpertForm, group: Group, convert_choices: Conversion | None, count: int) -> Callable:
-    """A forward with the arguments and results of the stock one.
+def split_experts(form: ExpertForm, group: Group, count: int) -> Callable:
+    """A forward with the arguments and results of the stock one. Without a conversion of choices nothing is converted,
+    as on one rank.
 
     Args:
-        convert_choices: the input conversion of choices and weights; that of tokens and of the output are the module's
-            own. None on one rank.
         count: the number of experts.
     """
     # each rank's output is a term of a sum, so that the second bias is added by the first rank alone
@@ -59,11 +58,12 @@ def split_experts(form: ExpertForm, group: Group, convert_choices: Conversion | 
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> T:
         planned = self._applied.planned
+        convert = planned.convert_choices
         tokens, choices, weights = form.inputs(self, args, kwargs)
-        if convert_choices is not None:
-            tokens, choices, weights = planned.enter(tokens), convert_choices(choices), convert_choices(weights)
+        if convert is not None:
+            tokens, choices, weights = planned.enter(tokens), convert(choices), convert(weights)
         out = form.compute(self, (tokens, choices, weights), count, biases)
-        return form.result(self, out if convert_choices is None else planned.leave(out), args, kwargs)
+        return form.result(self, out if convert is None else planned.leave(out), args, kwargs)
 
     return forward
 

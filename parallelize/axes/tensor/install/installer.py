@@ -211,10 +211,12 @@ class Installer:
             return self._adapted(module, row)
         facts, is_split = self.model.modules[row.fqn], self.group.size > 1
         if contract.splits_experts and (is_split or facts.inner):
-            convert = self._choice_conversion(contract) if is_split else None
-            return split_experts(form_of(module), self.group, convert, facts.num_experts)
+            planned.convert_choices = self._choice_conversion(contract) if is_split else None
+            return split_experts(form_of(module), self.group, facts.num_experts)
         if not is_split:
             return _forward_reading_children(module, read)
+        if contract.compute == "ulysses":
+            planned.region = self.region
         forwards: dict[str, Callable[[], Callable | None]] = {
             "embedding": lambda: vocabulary_embedding(module, self.group, planned.leave if contract.dtensors else None),
             "rms_norm": lambda: sharded_rms_norm(self.group),
@@ -224,7 +226,7 @@ class Installer:
             "channel_norm": lambda: sharded_channel_norm(module, self._parameter(row.fqn, "weight").layout, self.group),
             "scan": lambda: scan_forward(read),
             "multihead": lambda: sharded_multihead(self.group),
-            "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
+            "ulysses": lambda: ulysses_attention(module, contract.split),
             "dense experts": lambda: dense_experts if contract.enter is Conversion.GATHER_SEQUENCE else None,
             "bias of first rank": lambda: provider("adapted_layers").bias_of_first_rank(self.group),
         }

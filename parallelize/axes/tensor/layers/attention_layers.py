@@ -174,7 +174,7 @@ def _gathered(weights: T, group: Group, num_heads: int, average: bool) -> T:
 # Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
 
 
-def ulysses_attention(module: nn.Module, region: Region, split: tuple[str, ...]) -> Callable:
+def ulysses_attention(module: nn.Module, split: tuple[str, ...]) -> Callable:
     """A forward that exchanges tokens for heads where the module calls `scaled_dot_product_attention`.
 
     Args:
@@ -186,6 +186,7 @@ def ulysses_attention(module: nn.Module, region: Region, split: tuple[str, ...])
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         planned = self._applied.planned
+        region = planned.region
         x = args[0] if args else kwargs[hidden[1]]
         if not region.gathers(x, region.dim):  # one token is decoded: nothing is sharded
             return planned.run_stock(self, args, kwargs)

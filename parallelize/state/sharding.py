@@ -139,12 +139,11 @@ class Sharder:
         return new
 
     def _dtensor(self, stored: torch.Tensor, layout: Layout, axis: DeviceMesh) -> DTensor:
-        """As `as_dtensor`, with one spec for all layers, since a spec is most of what that costs."""
+        """As `as_dtensor`, with one spec for all layers, since a spec is most of what that costs; and on the device of
+        `stored`, where `from_local` moves a tensor to that of the mesh."""
         key = (layout.shape, layout.dim, axis, stored.dtype)
         if key not in self._specs:
-            first = as_dtensor(stored, layout, axis)
-            self._specs[key] = private.spec_of(first)
-            return first
+            self._specs[key] = private.spec_of(as_dtensor(stored, layout, axis))
         return with_layout(private.wrap(stored, self._specs[key]), layout)
 
 

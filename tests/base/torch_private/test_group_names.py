@@ -32,7 +32,7 @@ class Slow(Counter):
 def test_groups_that_threads_make_at_the_same_time_have_different_names(monkeypatch):
     monkeypatch.setattr(torch_groups, "_groups_made", {dist.group.WORLD: Slow()})
     turns: list[int] = []
-    threads = [threading.Thread(target=lambda: turns.append(torch_groups._turn((0, 1)))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: turns.append(torch_groups._count_groups_of((0, 1)))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -239,7 +239,7 @@ KINDS: dict[str, Kind] = {
             "no-vocabulary-output": "a classifier has no vocabulary whose logits could stay sharded",
         },
     ),
-    "own": Kind(_own, _text, traits=frozenset({"causal", "text"}), plan="own", deep={"layers": 4}),
+    "own": Kind(_own, _text, traits=frozenset({"causal", "text", "own"}), plan="own", deep={"layers": 4}),
 }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.matrix import verdicts
 from tests.matrix.axes import AXES
-from tests.matrix.cells import run_cell
+from tests.matrix.cells import REFUSED, run_cell
 from tests.matrix.drawing import axes_of_slice, is_in_make_test, is_process_in_make_test, on_processes, rows
 from tests.matrix.verdicts import Cell
 
@@ -70,3 +71,18 @@ def test_every_cell_has_a_record_and_every_record_a_cell():
     advice = "run `python -m tests.matrix pass --record`"
     assert not cells - recorded, f"{len(cells - recorded)} cells without a record: {advice}"
     assert not recorded - cells, f"{len(recorded - cells)} records without a cell: {advice}"
+
+
+def test_what_is_refused_of_decoders_and_mixtures_has_its_reason_in_the_limits():
+    limits = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
+    slugs = {
+        verdict.detail
+        for (_, kind, _), verdict in golden().items()
+        if verdict.word == REFUSED and kind in ("llama", "mixture")
+    }
+    assert slugs and not {slug for slug in slugs if f"`{slug}`" not in limits}
+
+
+def test_at_most_an_eighth_is_refused():
+    table = golden()
+    assert sum(verdict.word == REFUSED for verdict in table.values()) <= 0.12 * len(table)

@@ -17,6 +17,9 @@ from tests.matrix.feature import feature
 from tests.matrix.kinds import IGNORED, LENGTH, ROWS
 from tests.matrix.sides import Side, seeded
 
+if find_spec("peft"):  # before a plan, as adapters after it need
+    import peft  # noqa: F401
+
 OWN_LINEARS = ["query", "key", "value", "out", "up", "gate", "down"]
 SCALED = {  # for IA3: outputs that are scaled, and linears whose inputs are
     "llama": (["k_proj", "v_proj", "down_proj"], ["down_proj"]),

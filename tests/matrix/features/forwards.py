@@ -24,20 +24,50 @@ def layers_of(side: Side) -> nn.ModuleList:
     return next(m for m in side.model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1)
 
 
-class Noise(nn.Module):
-    """Adds noise to what it gets, in training."""
+def _with_first_layer(forward: Any) -> Any:
+    """Prepares a model whose first layer runs `forward(layer, stock, *args, **kwargs)`; stock is its own forward."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 0.1 * torch.randn_like(x) if self.training else x
+    def prepare(model: nn.Module) -> nn.Module:
+        layer = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1)[0]
+        kind = type(layer)
+        layer.__class__ = type(
+            f"Random{kind.__name__}",
+            (kind,),
+            {"forward": lambda self, *args, **kwargs: forward(self, kind.forward, *args, **kwargs)},
+        )
+        return model
+
+    return prepare
 
 
-def _with_noise(model: nn.Module) -> nn.Module:
-    layer = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1)[0]
-    for name, child in layer.named_children():
-        if "norm" in name or name.startswith("ln"):
-            layer.add_module(name, nn.Sequential(child, Noise()))
-            break
-    return model
+def _adds_noise(layer: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    out = stock(layer, *args, **kwargs)
+    if not layer.training:
+        return out
+    first = out[0] if isinstance(out, tuple) else out
+    noisy = first + 0.1 * torch.randn_like(first)
+    return (noisy, *out[1:]) if isinstance(out, tuple) else noisy
+
+
+def _is_dropped(layer: nn.Module, stock: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """LayerDrop: one draw for the whole layer, so that all ranks must make the same."""
+    if layer.training and torch.rand(()) < 0.5:
+        return x
+    return stock(layer, x, *args, **kwargs)
+
+
+@feature(one_rank=True, needs={"causal", "stock"}, without={"recurrent"}, prepare=_with_first_layer(_adds_noise))
+def noise(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+@feature(one_rank=True, needs={"causal"}, without={"recurrent", "experts"}, prepare=_with_first_layer(_is_dropped))
+def layer_drop(side: Side) -> None:
+    side.place()
+    for number in range(3):
+        side.step(number)
+        side.update()
 
 
 @feature(one_rank=True, needs={"stock"}, without={"recurrent"}, overrides={k: v for k, v in DROPOUT.items() if k})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from parallelize import PackedRows
 from tests.matrix.feature import feature
@@ -100,6 +101,24 @@ def other_lengths(side: Side) -> None:
     side.update()
     inputs, targets = side.kind.batch(1)
     side.step(1, input_ids=side.local(inputs["input_ids"][:, :7]), targets=side.local(targets[:, :7]))
+
+
+class _Scaled(nn.Module):
+    """A model that takes a list with an entry for each sequence."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, scales: list[float]) -> torch.Tensor:
+        return self.model(input_ids) * torch.tensor(scales, dtype=torch.float64)[:, None, None]
+
+
+@feature(needs={"own"}, prepare=_Scaled, on=lambda axis: axis.sizes.keys() == {"dp"} and "ep" not in axis.options)
+def lists(side: Side) -> None:
+    """A list of which `whole` says that it has an entry for each sequence."""
+    side.place(plan=None, num_microbatches=2, whole={"scales": False})
+    side.step(0, scales=side.local([1.0 + row for row in range(ROWS)]))
 
 
 @feature(needs={"causal", "stock"})

@@ -215,8 +215,6 @@ class Installer:
             return split_experts(form_of(module), self.group, facts.num_experts)
         if not is_split:
             return _forward_reading_children(module, read)
-        if contract.compute == "ulysses":
-            planned.region = self.region
         forwards: dict[str, Callable[[], Callable | None]] = {
             "embedding": lambda: vocabulary_embedding(module, self.group, planned.leave if contract.dtensors else None),
             "rms_norm": lambda: sharded_rms_norm(self.group),
@@ -226,13 +224,17 @@ class Installer:
             "channel_norm": lambda: sharded_channel_norm(module, self._parameter(row.fqn, "weight").layout, self.group),
             "scan": lambda: scan_forward(read),
             "multihead": lambda: sharded_multihead(self.group),
-            "ulysses": lambda: ulysses_attention(module, contract.split),
+            "ulysses": lambda: self._exchanging_attention(module, planned, contract),
             "dense experts": lambda: dense_experts if contract.enter is Conversion.GATHER_SEQUENCE else None,
             "bias of first rank": lambda: provider("adapted_layers").bias_of_first_rank(self.group),
         }
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)
         return forwards[contract.compute]() if contract.compute in forwards else _forward_reading_children(module, read)
+
+    def _exchanging_attention(self, module: nn.Module, planned: ModuleRuntime, contract: Contract) -> Callable:
+        planned.region = self.region
+        return ulysses_attention(module, contract.split)
 
     def install_added(self) -> None:
         """Install what was added to a planned model: `model` has the facts of these modules alone."""

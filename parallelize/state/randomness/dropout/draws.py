@@ -252,8 +252,10 @@ def draw_call(is_known: Callable[[nn.Module], bool], again: bool) -> DrawCall | 
             return DrawCall(module, "/".join(reversed(path)), place, compiled)
         if not file.startswith((_TORCH, _PACKAGE)):
             place = place or f"{os.path.basename(file)}:{frame.f_lineno}"
-            if not in_checkpoint:
-                path.append(f"{code.co_name}:{frame.f_lasti}")
+            step = f"{code.co_name}:{frame.f_lasti}"
+            # in a class that `fully_shard` derives, what `transformers` wraps around a layer's forward is there twice
+            if not in_checkpoint and step not in path[-1:]:
+                path.append(step)
         frame = frame.f_back
     return None
 

@@ -154,9 +154,7 @@ def test_the_module_runs_too():
 
 def test_every_command_that_prints_results_takes_json():
     without = {
-        command.path
-        for command in walk_commands(build_parser())
-        if not any("--json" in option.flags for option in command.options)
+        path for path, command in walk_commands(build_parser()) if "--json" not in command._option_string_actions
     }
     assert without == {"", " plans", " checkpoint", " completion", " run"}  # a run prints what it does while it does it
 
@@ -569,13 +567,9 @@ LINES = [
 
 ASK = {
     "bash": (
-        'source "$1"; COMP_WORDS=("${@:2}"); COMP_CWORD=$(($# - 2)); _parallelize; printf "%s\\n" "${COMPREPLY[@]}"'
+        'source "$1"; COMP_WORDS=("${@:2}"); COMP_CWORD=$(($# - 2)); _shtab_parallelize; '
+        'printf "%s\\n" "${COMPREPLY[@]}"'
     ),
-    # the functions of zsh that offer words exist only while a line is edited
-    "zsh": """compdef() { }; source "$1"; shift; words=("$@"); CURRENT=$#
-        _files() { print -l -- ${words[CURRENT]}*(N) }
-        _describe() { local -a shown; shown=(${(P)${@[-1]}%%:*}); print -l -- ${(M)shown:#${words[CURRENT]}*} }
-        _parallelize""",
     "fish": 'source $argv[1]; complete -C (string join " " -- $argv[2..]) | string split -f1 \\t',
 }
 
@@ -591,9 +585,8 @@ def test_shells_complete(shell, tmp_path):
     (tmp_path / "cwd" / "local.yaml").write_text("")
     for line, expected, excluded in LINES:
         words = ["parallelize", *line.split(" ")]
-        flag = ["-f", "-c"] if shell == "zsh" else ["-c"]
         name = ["ask"] if shell != "fish" else []
-        command = [shell, *flag, ASK[shell], *name, str(script), *words]
+        command = [shell, "-c", ASK[shell], *name, str(script), *words]
         environment = {**os.environ, "HOME": str(tmp_path)}
         process = subprocess.run(
             command, capture_output=True, text=True, timeout=30, cwd=tmp_path / "cwd", env=environment
@@ -603,12 +596,12 @@ def test_shells_complete(shell, tmp_path):
         assert not process.stderr, (line, process.stderr)
 
 
-def test_every_command_and_every_shipped_plan_is_completed(capsys):
-    for shell in ASK:
-        assert main(["completion", shell]) == 0
-        script = capsys.readouterr().out
-        assert all(command.path in script for command in walk_commands(build_parser()))
-        assert all(name in script for name in shipped_plans())
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_command_and_every_shipped_plan_is_completed(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    words = {word for path, _ in walk_commands(build_parser()) for word in path.split()}
+    assert all(word in script for word in words | set(shipped_plans()))
 
 
 def test_errors_are_parallelize_errors_when_parsed():

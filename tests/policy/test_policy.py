@@ -180,13 +180,13 @@ def test_help_runs_without_torch():
     code = (
         "import contextlib, io, sys\nfrom parallelize.cli import main\n"
         "from parallelize.cli.completion import walk_commands\nfrom parallelize.cli.parser import build_parser\n"
-        "for command in [*walk_commands(build_parser())]:\n"
+        "for path, _ in [*walk_commands(build_parser())]:\n"
         "    text = io.StringIO()\n"
         "    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):\n"
-        "        main([*command.path.split(), '--help'])\n"
-        "    assert text.getvalue().startswith(f'usage: parallelize{command.path}'), command.path\n"
-        "    assert 'torch' not in sys.modules, command.path\n"
-        "    print(command.path)"
+        "        main([*path.split(), '--help'])\n"
+        "    assert text.getvalue().startswith(f'usage: parallelize{path}'), path\n"
+        "    assert 'torch' not in sys.modules, path\n"
+        "    print(path)"
     )
     command = [sys.executable, "-c", code]
     helped = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout

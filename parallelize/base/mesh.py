@@ -8,12 +8,12 @@ Torch-free. `comm/meshes.py` makes the `DeviceMesh`, `comm/groups.py` the proces
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from parallelize.base.agreement import text_digest
 from parallelize.base.errors import MeshError, Problem, did_you_mean
 
 AXES = ("pp", "dp_replicate", "dp", "dp_shard", "cp", "ep", "tp")
@@ -227,4 +227,4 @@ def short_name(ranks: Sequence[int]) -> str:
     text = "_".join(map(str, ranks))
     if len(ranks) <= _MOST_NAMED:
         return text
-    return f"{ranks[0]}_to_{ranks[-1]}_of_{len(ranks)}_{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    return f"{ranks[0]}_to_{ranks[-1]}_of_{len(ranks)}_{text_digest(text).hex()}"

@@ -6,7 +6,6 @@ deadlock.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 import zlib
@@ -22,6 +21,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.base.agreement import (
+    Facts,
+    differing_rows,
+    problem_from_json,
+    problems_to_json,
+    text_digest,
+)
 from parallelize.base.errors import HandshakeError, ParallelizeError, Problem, short_list
 from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.base.torch_private.torch_tensors import uncounted
@@ -32,7 +38,6 @@ from parallelize.comm.uncaught_errors import LATE, publish_uncaught_errors, wait
 TIMEOUT_S = 60.0
 _DIGEST_BLOCK = 1 << 17
 """Words of eight bytes that a digest multiplies at once."""
-Facts = dict[str, str]
 
 
 def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S, call: str = "parallelize_module") -> None:
@@ -63,7 +68,7 @@ def compare_facts(
         verdict, missing = _judge(store, prefix, ranks, time.monotonic() + timeout_s, call)
         for rank in missing:  # it missed this turn: advance its counter, so that the next handshake matches again
             store.add(f"{base}/turn/{rank}", max(0, turn - store.add(f"{base}/turn/{rank}", 0)))
-        store.set(f"{prefix}/verdict", json.dumps([[p.slug, p.what, p.rows, p.fix] for p in verdict]))
+        store.set(f"{prefix}/verdict", json.dumps(problems_to_json(verdict)))
     else:
         verdict = _await_verdict(store, prefix, ranks, timeout_s + 5.0, call)
     if verdict:
@@ -144,8 +149,7 @@ def _await_verdict(store: dist.Store, prefix: str, ranks: list[int], timeout_s: 
             ]
         except RuntimeError:  # the store is gone, with the process that has it
             return [_missing(ranks[:1], call)]
-    verdict = json.loads(store.get(f"{prefix}/verdict"))
-    return [Problem(slug, what, rows=tuple(map(tuple, rows)), fix=fix) for slug, what, rows, fix in verdict]
+    return list(map(problem_from_json, json.loads(store.get(f"{prefix}/verdict"))))
 
 
 def _problems_of_absent_ranks(errors: dict[int, str], call: str) -> list[Problem]:
@@ -170,19 +174,6 @@ def _missing(ranks: list[int], call: str) -> Problem:
         f"ranks {short_list([str(rank) for rank in ranks])} did not call {call} in time",
         fix="call it on every rank of the mesh; look at those ranks' own errors",
     )
-
-
-def differing_rows(facts: Mapping[int, Facts]) -> list[tuple[str, str]]:
-    """Every key on which ranks differ, with the values and their ranks."""
-    rows = []
-    for key in sorted({key for rank_facts in facts.values() for key in rank_facts}):
-        ranks_by_value: dict[str, list[str]] = {}
-        for rank, rank_facts in facts.items():
-            ranks_by_value.setdefault(rank_facts.get(key, "absent"), []).append(str(rank))
-        if len(ranks_by_value) > 1:
-            values = (f"ranks {short_list(ranks, 6)}: {value[:80]}" for value, ranks in ranks_by_value.items())
-            rows.append((key, "; ".join(values)))
-    return rows
 
 
 def _differences(facts: dict[int, Facts]) -> list[Problem]:
@@ -210,7 +201,7 @@ def compressed(facts: Facts, most: int = 400) -> Facts:
         return facts
     keys = sorted(facts)
     rest = "\n".join(f"{key}={facts[key]}" for key in keys[most:])
-    return {key: facts[key] for key in keys[:most]} | {"(the rest)": hashlib.sha256(rest.encode()).hexdigest()[:16]}
+    return {key: facts[key] for key in keys[:most]} | {"(the rest)": text_digest(rest).hex()}
 
 
 def check_replicas(

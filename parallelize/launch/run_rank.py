@@ -5,7 +5,6 @@ The order of the text is the order of the work; `explain` and `fit` need a proce
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelize.base.agreement import problem_from_json, problems_to_json, text_digest
 from parallelize.base.errors import (
     CheckpointError,
     DataError,
@@ -36,7 +36,6 @@ from parallelize.base.errors import (
 )
 from parallelize.base.terminal.console import ENVIRONMENT, FINE, MISTAKE, status_of
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
 from parallelize.comm.groups import destroy_groups
 from parallelize.comm.meshes import build_mesh
 from parallelize.comm.uncaught_errors import write_error_file
@@ -171,17 +170,17 @@ def _choose(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:
             check_names(this.config)
             answer: dict[str, Any] = {"chosen": _choose_here(this, facts, other_mesh).as_data(), "problems": []}
         except ParallelizeError as error:
-            answer = {"problems": problems_to_json(error)}
+            answer = {"problems": problems_to_json(error.problems)}
         except Exception as error:
             lines = traceback.format_exception_only(error)
             what = f"the mesh could not be chosen: {lines[-1].strip()[:300]}"
-            answer = {"problems": problems_to_json(LaunchError(Problem("failed", what)))}
+            answer = {"problems": problems_to_json([Problem("failed", what)])}
             traceback.print_exc()
         this.store.set("predicted", this.predicted.as_json() if this.predicted is not None else "")
         this.store.set("chosen", json.dumps(answer))
     answer = json.loads(this.store.get("chosen"))
     if answer["problems"]:
-        raise LaunchError(*(problem_from_json(fields, None) for fields in answer["problems"]))
+        raise LaunchError(*(problem_from_json(fields) for fields in answer["problems"]))
     if summary := this.store.get("predicted"):
         this.predicted = Summary.from_json(summary)
     return ChosenMesh.from_data(answer["chosen"])
@@ -276,10 +275,6 @@ def _is_first(this: _Rank, text: str) -> bool:
     """Whether no other rank has printed this text. A store that is gone answers yes."""
     try:
         this.store.set_timeout(timedelta(seconds=2))
-        return this.store.add(f"printed/{hash_of(text)}", 1) == 1
+        return this.store.add(f"printed/{text_digest(text).hex()}", 1) == 1
     except Exception:
         return True
-
-
-def hash_of(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

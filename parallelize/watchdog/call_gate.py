@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from parallelize.base.errors import HandshakeError, Problem, short_list
+from parallelize.base.agreement import named_ranks
+from parallelize.base.errors import HandshakeError, Problem
 from parallelize.watchdog.call_log import UNEVEN, CallLog, CollectiveCall, GroupCalls
 from parallelize.watchdog.store_channel import StoreChannel
 from parallelize.watchdog.verdict import call_text
@@ -117,10 +118,7 @@ def refuse_different(axis: str, calls: dict[int, dict[str, Any]]) -> None:
     if len(ranks_of) == 1:
         return
     ordered = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
-    rows = tuple(
-        (f"rank{'s' if len(ranks) > 1 else ''} {short_list(list(map(str, ranks)), 8)}", call_text(calls[ranks[0]]))
-        for ranks in ordered
-    )
+    rows = tuple((named_ranks(ranks), call_text(calls[ranks[0]])) for ranks in ordered)
     number = next(iter(calls.values()))["number"]
     what = f"ranks differ in collective {number} of {axis}, before it was sent"
     fix = "give each rank of this group batches of the same shape and dtype, and the same branches, steps and calls"

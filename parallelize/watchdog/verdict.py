@@ -21,7 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from parallelize.base.errors import ParallelizeError, Problem, short_list
+from parallelize.base.agreement import named_ranks
+from parallelize.base.errors import ParallelizeError, Problem
 from parallelize.base.mesh import MOST_RANKS
 
 State = dict[str, Any]
@@ -72,17 +73,17 @@ def judge(states: States, size: int, absent: Mapping[int, str]) -> Problem:
     blamed, by_call = blame(states)
     left = [rank for rank in blamed if states[rank]["status"] == "left"]
     if left:
-        what = f"{_ranks(left)} left the loop while others go on"
+        what = f"{named_ranks(left)} left the loop while others go on"
         fix = (
             "give every rank the same number of steps and evaluations; `GlobalBatches` gives each rank as many batches"
         )
         return Problem("rank-left", what, rows=tuple(_rows_of(left, states)), fix=fix)
     if by_call:
-        what = f"{_ranks(blamed)} called other collectives than the rest of the group"
+        what = f"{named_ranks(blamed)} called other collectives than the rest of the group"
         fix = "give each rank the same branches, steps and calls; look for `if rank == ...` around a collective"
         return Problem("collectives-differ", what, rows=tuple(_rows_of(blamed, states)), fix=fix)
     if blamed:
-        what = f"{_ranks(blamed)} did not come to a collective: {_where(states[blamed[0]])}"
+        what = f"{named_ranks(blamed)} did not come to a collective: {_where(states[blamed[0]])}"
         return Problem("rank-missing", what, rows=tuple(_rows_of(blamed, states)), fix=_MISSING)
     rows = (*_waiting_rows(states, ()), *_stacks(sorted(states), states))
     return Problem("ranks-stand-still", "ranks wait, and each seems to have called the same", rows=rows, fix=_MISSING)
@@ -176,7 +177,7 @@ def _gone(gone: list[int], absent: Mapping[int, str], states: States) -> Problem
     reasons = [f"{absent.get(rank, 'it wrote nothing')}" for rank in gone]
     rows = [(f"rank {rank}", reason) for rank, reason in zip(gone, reasons, strict=True)][:_MOST_ROWS]
     rows += _waiting_rows(states, ())
-    what = f"{_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone: {reasons[0]}"
+    what = f"{named_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone: {reasons[0]}"
     fix = "look at that process: its own messages, the log of the machine (out of memory?), its launcher"
     return Problem("rank-gone", what, rows=tuple(rows), fix=fix)
 
@@ -201,17 +202,13 @@ def _waiting_rows(states: States, without: list[int] | tuple[int, ...]) -> list[
     for rank, state in sorted(states.items()):
         if state["status"] == "waits" and rank not in without:
             ranks_of.setdefault(waiting_text(state), []).append(rank)
-    return [(f"{_ranks(ranks)} waited", f"in {text}") for text, ranks in list(ranks_of.items())[:_MOST_ROWS]]
+    return [(f"{named_ranks(ranks)} waited", f"in {text}") for text, ranks in list(ranks_of.items())[:_MOST_ROWS]]
 
 
 def _stacks(ranks: list[int], states: States) -> Iterator[tuple[str, str]]:
     for rank in ranks[:_MOST_ROWS]:
         for index, line in enumerate(states[rank].get("stack", [])[-_STACK_LINES:]):
             yield (f"stack of {rank}" if index == 0 else ""), line
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {short_list(list(map(str, ranks)), 8)}"
 
 
 # -- report file -----------------------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
         "checkpoint.tools.reshape": COMMAND,
         "checkpoint.tools.to_hub": COMMAND,
     },
+    "cli.completion": {"shtab": COMMAND},
     "cli.plans": {"cli.derived_plans": COMMAND, "cli.transformers_plans": COMMAND, "plan.hf_plans": COMMAND},
     "cli.schedule": {
         "axes.pipeline.schedule_chart": COMMAND,

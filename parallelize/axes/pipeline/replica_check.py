@@ -12,7 +12,6 @@ it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,10 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.axes.pipeline.ties import TieGroup, Ties
 from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.replicas import apart, is_replicated, replicated_over, sketches
+from parallelize.base.agreement import Facts, text_digest
 from parallelize.base.errors import Problem, short_list
 from parallelize.base.mesh import DATA_AXES, MeshSpec
 from parallelize.comm.groups import Group
-from parallelize.comm.handshake import Facts, digest
+from parallelize.comm.handshake import digest
 from parallelize.comm.meshes import mesh_spec
 from parallelize.state.written_versions import writes_to
 
@@ -242,12 +242,12 @@ def weight_in(ranks: Sequence[int], rank: int) -> int:
 
 
 def _odd(rank: int) -> int:
-    return signed(text_digest(f"rank {rank}") | 1)
+    return signed(number_of(f"rank {rank}") | 1)
 
 
-def text_digest(text: str) -> int:
-    """A digest of a text, below 2^64."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def number_of(text: str) -> int:
+    """The digest of a text as a number below 2^64."""
+    return int.from_bytes(text_digest(text), "little")
 
 
 def signed(value: int) -> int:

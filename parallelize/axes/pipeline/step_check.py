@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from parallelize.axes.pipeline.replica_check import ReplicaCheck, signed, text_digest, weight_in, weight_of
+from parallelize.axes.pipeline.replica_check import ReplicaCheck, number_of, signed, weight_in, weight_of
 from parallelize.axes.pipeline.ties import TieGroup
+from parallelize.base.agreement import Facts, differing_rows
 from parallelize.base.errors import HandshakeError, PipelineError, Problem, short_list
 from parallelize.base.mesh import DATA_AXES, SAMPLE_AXES, MeshSpec
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import axis_group
-from parallelize.comm.handshake import Facts, differing_rows, digest, silent_ranks
+from parallelize.comm.handshake import digest, silent_ranks
 from parallelize.comm.meshes import mesh_spec
 from parallelize.state.stored_slices import data_rank
 
@@ -233,12 +234,12 @@ class StepCheck:
             message[1] += (_content(tensor) * (2 * number + 1) * batch).to(self.device)
         message[2:5] = torch.tensor(
             [
-                signed(text_digest(f"{form} {structure}") * batch),
-                signed(text_digest(repr(sorted(call.settings.items()))) * everyone),
-                signed(text_digest(repr(sorted(call.stage.items()))) * stage),
+                signed(number_of(f"{form} {structure}") * batch),
+                signed(number_of(repr(sorted(call.settings.items()))) * everyone),
+                signed(number_of(repr(sorted(call.stage.items()))) * stage),
             ]
         )
-        ties = {name: text_digest(repr(sorted(facts.items())) + call.edits[name]) for name, facts in call.ties.items()}
+        ties = {name: number_of(repr(sorted(facts.items())) + call.edits[name]) for name, facts in call.ties.items()}
         message[5] = signed(sum(value * self._tie_weights[name] for name, value in ties.items()))
 
     def _hyperparameters(self) -> Facts:

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallelize.axes.zero.unit_groups import unit_groups, watch_messages
+from parallelize.base.agreement import problem_from_json, problems_to_json
 from parallelize.base.errors import HandshakeError, Problem
 from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.base.torch_private import torch_tensors as private
@@ -123,7 +124,7 @@ class UnitOrder:
         return Problem("units-diverge", what, rows=tuple(rows), fix=_FIX)
 
     def _post(self, problem: Problem) -> None:
-        text = json.dumps([problem.slug, problem.what, problem.rows, problem.fix])
+        text = json.dumps(problems_to_json([problem]))
         self._store.compare_set(f"{self._prefix}/{self._runs}/problem", "", text)
 
     def _raise_posted(self, cause: Exception | None) -> None:
@@ -133,8 +134,7 @@ class UnitOrder:
         except (RuntimeError, dist.DistError):  # the store has ended with its rank
             return
         if text is not None:
-            slug, what, rows, fix = json.loads(text)
-            raise HandshakeError(Problem(slug, what, rows=tuple(map(tuple, rows)), fix=fix)) from cause
+            raise HandshakeError(*map(problem_from_json, json.loads(text))) from cause
 
 
 def _timeout_of(pg: Any) -> float:

@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +13,7 @@ from blake3 import blake3
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.base.agreement import text_digest
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, did_you_mean
 from parallelize.checkpoint.export.exchange import LocalValues, Receivers, Values, view_of
 from parallelize.checkpoint.export.iteration import BucketIterator
@@ -335,7 +335,7 @@ class WeightExporter:
 
 
 def _digest(tensors: list[HubTensor]) -> str:
-    return hashlib.blake2b("\n".join(tensor.name for tensor in tensors).encode(), digest_size=16).hexdigest()
+    return text_digest("\n".join(tensor.name for tensor in tensors), 16).hex()
 
 
 def _check_names(names: str) -> None:

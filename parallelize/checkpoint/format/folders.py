@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallelize.base.agreement import named_ranks
 from parallelize.base.errors import CheckpointError, Problem, short_list
 from parallelize.base.files.paths import read_small
 from parallelize.checkpoint.format import disk
@@ -295,8 +296,7 @@ class SavingNode:
         return set(map(rank_file, self.ranks))
 
     def __str__(self) -> str:
-        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {short_list([str(rank) for rank in self.ranks], 8)}"
-        return f"node {self.number}, host {self.host}, {ranks}"
+        return f"node {self.number}, host {self.host}, {named_ranks(self.ranks)}"
 
 
 def saving_nodes(about: dict[str, Any]) -> list[SavingNode]:

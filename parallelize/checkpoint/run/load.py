@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from parallelize.base.agreement import ranks_by_value
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, near, short_list
 from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.folders import check_files, saving_nodes
@@ -29,7 +30,7 @@ from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, t
 from parallelize.checkpoint.run.meta_model import MetaModel
 from parallelize.checkpoint.run.node_files import NodeFiles
 from parallelize.checkpoint.run.optimizer_state import RestoredOptimizer, plan_optimizer
-from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error, ranks_by_value
+from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error
 from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.run_state import check_scheduler, load_scheduler
 from parallelize.checkpoint.run.snapshot import Transfer

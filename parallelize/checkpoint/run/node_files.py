@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from parallelize.base.agreement import ranks_by_value
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, short_list
 from parallelize.base.files.boxes import full_box, shape_of, slices_of
 from parallelize.base.files.paths import read_small
@@ -25,7 +26,7 @@ from parallelize.checkpoint.format.folders import check_files
 from parallelize.checkpoint.format.json_decoder import stored_keys
 from parallelize.checkpoint.format.manifest import NAME, Manifest, manifest_from, read_digest, read_manifest
 from parallelize.checkpoint.run.fill_tensors import Files, ReadJob, prepare_jobs
-from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error, ranks_by_value
+from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error
 from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.snapshot import Transfer
 

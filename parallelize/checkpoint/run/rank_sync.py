@@ -6,7 +6,7 @@ only by `swap`, for ranks that read files of other nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, short_list
+from parallelize.base.agreement import problem_from_json, problems_to_json
+from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
 from parallelize.base.files.strict_json import read_json, write_json
 from parallelize.base.mesh import short_name
 from parallelize.base.torch_private import torch_groups as private_groups
@@ -145,7 +146,7 @@ class RankSync:
 
         Raises: this rank's error; or CheckpointError with those of the others.
         """
-        answers = self.all_gather([problems_to_json(error) if error is not None else None, value])
+        answers = self.all_gather([problems_to_json(error.problems) if error is not None else None, value])
         if error is not None:
             raise error
         failed = [(rank, problems) for rank, (problems, _) in zip(self.ranks, answers, strict=False) if problems]
@@ -177,30 +178,6 @@ class RankSync:
         group, self.group = self.group, None
         if group is not None and not self._borrowed and dist.is_initialized():
             dist.destroy_process_group(group)
-
-
-def ranks_by_value(values: Sequence[tuple[int, str]]) -> tuple[tuple[str, str], ...]:
-    """Rows for a `Problem` from (rank, value): each value once, after the ranks that have it."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in values:
-        ranks_of.setdefault(value, []).append(rank)
-    labels = {
-        value: f"rank{'s' if len(ranks) > 1 else ''} {short_list(list(map(str, sorted(ranks))), 8)}"
-        for value, ranks in ranks_of.items()
-    }
-    return tuple((label, value) for value, label in labels.items())
-
-
-def problems_to_json(error: ParallelizeError) -> list[Any]:
-    """An error's problems, as they are sent."""
-    return [[p.slug, p.what, p.where, [list(row) for row in p.rows], p.fix] for p in error.problems]
-
-
-def problem_from_json(fields: list[Any], rank: int | None) -> Problem:
-    """A problem that was sent. `rank`: the rank that has it. None: several ranks, which the problem's rows name."""
-    slug, what, where, rows, fix = fields
-    on_rank = () if rank is None else (("on", f"rank {rank}"),)
-    return Problem(slug, what, where, (*on_rank, *((str(label), str(text)) for label, text in rows)), fix)
 
 
 def as_parallelize_error(error: Exception) -> ParallelizeError:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from parallelize.base.agreement import problem_from_json, problems_to_json
 from parallelize.base.errors import CheckpointError, Problem, short_list
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.run.node_files import Nodes, choose_step, complete_interrupted, find_nodes, one_node
-from parallelize.checkpoint.run.rank_sync import RankSync, problem_from_json, problems_to_json
+from parallelize.checkpoint.run.rank_sync import RankSync
 
 
 class RunFolder:
@@ -156,7 +157,7 @@ class RunFolder:
             self._check_newer(list(steps), step, set_aside)
             return chosen.name
         except CheckpointError as error:
-            return problems_to_json(error)
+            return problems_to_json(error.problems)
 
     def _choose_on_nodes(self, step: int | None, set_aside: bool) -> Path | None:
         if step is None and not any(self.sync.all_gather(bool(folders.published(self.root)))):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from parallelize.base.agreement import problem_from_json, problems_to_json, ranks_by_value
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.format.header import FileInfo
@@ -28,9 +29,6 @@ from parallelize.checkpoint.run.node_files import Nodes, one_node, publish_on_no
 from parallelize.checkpoint.run.rank_sync import (
     RankSync,
     as_parallelize_error,
-    problem_from_json,
-    problems_to_json,
-    ranks_by_value,
 )
 from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.snapshot import Snapshot
@@ -93,7 +91,7 @@ def _begin(root: Path, step: int, sync: RankSync, nodes: Nodes) -> Path:
             outcome = folders.begin(root, step).name
         except Exception as caught:
             error = as_parallelize_error(caught)
-            outcome = problems_to_json(error)
+            outcome = problems_to_json(error.problems)
     outcome = sync.broadcast(outcome)
     if isinstance(outcome, list):
         raise error or CheckpointError(*(problem_from_json(problem, sync.ranks[0]) for problem in outcome))
@@ -118,7 +116,7 @@ Report = dict[str, Any]
 
 def _report(file: FileInfo | None, snapshot: Snapshot, error: ParallelizeError | None) -> Report:
     if error is not None:
-        return {"problems": problems_to_json(error)}
+        return {"problems": problems_to_json(error.problems)}
     written = [file.name, file.num_bytes, file.header] if file is not None else None
     return {"step": snapshot.step, "file": written, "tensors": snapshot.table, "state": snapshot.state}
 
@@ -135,7 +133,7 @@ def _publish(root: Path, writing: Path, step: int, reports: dict[int, Report], a
     try:
         return folders.publish(root, writing, step, text.encode()).name
     except Exception as error:
-        return [(next(iter(reports)), problem) for problem in problems_to_json(as_parallelize_error(error))]
+        return [(next(iter(reports)), problem) for problem in problems_to_json(as_parallelize_error(error).problems)]
 
 
 def _manifest_text(step: int, reports: dict[int, Report], about: dict[str, Any]) -> str | Failed:
@@ -146,7 +144,7 @@ def _manifest_text(step: int, reports: dict[int, Report], about: dict[str, Any])
     try:
         return _manifest(step, reports, about).to_bytes().decode()
     except Exception as error:
-        return [(None, problem) for problem in problems_to_json(as_parallelize_error(error))]
+        return [(None, problem) for problem in problems_to_json(as_parallelize_error(error).problems)]
 
 
 def _manifest(step: int, reports: dict[int, Report], about: dict[str, Any]) -> Manifest:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.axes.pipeline.parallel_model import ParallelModel
+from parallelize.base.agreement import problem_from_json, problems_to_json
 from parallelize.base.errors import CheckpointError, DataError, LaunchError, ParallelizeError
 from parallelize.checkpoint.run.checkpointer import Checkpointer
-from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
 from parallelize.checkpoint.run.stopping import Stopping
 from parallelize.launch.config.resumed_keys import may_differ
 from parallelize.launch.config.run_config import RunConfig
@@ -106,7 +106,7 @@ def build_run(config: RunConfig, around: RunEnvironment, stack: ExitStack) -> Tr
 def _raise_together(error: ParallelizeError | None) -> None:
     """Raise on every rank the error of the first that has one. A collective. Raises: DataError."""
     errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, None if error is None else problems_to_json(error))
+    dist.all_gather_object(errors, None if error is None else problems_to_json(error.problems))
     for rank, problems in enumerate(errors):
         if problems is not None:
             raise DataError(*(problem_from_json(fields, rank) for fields in problems)) from error

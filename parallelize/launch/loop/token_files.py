@@ -7,7 +7,6 @@ do.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 
+from parallelize.base.agreement import text_digest
 from parallelize.base.errors import DataError, ParallelizeError, Problem
 from parallelize.base.files.paths import read_small
 from parallelize.base.files.strict_json import read_json, write_json
@@ -139,7 +139,7 @@ def digest_of_sources(paths: Sequence[str], tokenizer: str, key: str) -> str:
     folder = Path(tokenizer)
     parts = sorted(str(part) for part in folder.iterdir() if part.is_file()) if tokenizer and folder.is_dir() else []
     stats = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in [*paths, *parts]]
-    return hashlib.blake2b(repr((stats, tokenizer, key)).encode(), digest_size=8).hexdigest()
+    return text_digest(repr((stats, tokenizer, key))).hex()
 
 
 # -- the cache ----------------------------------------------------------------------------------------------------

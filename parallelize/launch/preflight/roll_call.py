@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from parallelize import __version__
+from parallelize.base.agreement import problem_from_json, problems_to_json, ranks_by_value, text_digest
 from parallelize.base.errors import LaunchError, Problem, short_list
 from parallelize.base.torch_private import torch_groups as private_groups
-from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json, ranks_by_value
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.environment.launcher import Launcher
 
@@ -64,14 +64,14 @@ def roll_call(
         found = dict(enumerate({"host": host} for host, count in answer["hosts"] for _ in range(count)))
     else:
         found, problems = _collect(store, ranks, host_of, limit_s)
-        fields = problems_to_json(LaunchError(*problems)) if problems else []
+        fields = problems_to_json(problems)
         hosts = [fact["host"] for _, fact in sorted(found.items())]
         answer = {"problems": fields, "hosts": [(host, len(list(same))) for host, same in groupby(hosts)]}
         store.set("answer", json.dumps(answer))
         if problems:
             _wait_for_readers(store, len(found) - 1)
     if answer["problems"]:
-        raise LaunchError(*(problem_from_json(fields, None) for fields in answer["problems"]))
+        raise LaunchError(*(problem_from_json(fields) for fields in answer["problems"]))
     return found
 
 
@@ -172,7 +172,7 @@ def facts_of_rank(config: RunConfig, device: str) -> dict[str, str]:
         "parallelize": __version__,
         "code": digest_of_files(_package_files()),
         "model code": digest_of_files(_user_files(config)),
-        "run": hashlib.blake2b(config.text.encode(), digest_size=8).hexdigest(),
+        "run": text_digest(config.text).hex(),
         "ranks": os.environ.get("WORLD_SIZE", "1"),
     }
 

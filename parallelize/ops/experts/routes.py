@@ -7,7 +7,6 @@ come, with one message and one wait of the host.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from parallelize.base.agreement import text_digest
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import balanced_interval, even_interval
 from parallelize.comm.groups import Group
@@ -197,7 +197,7 @@ def _name_of(index: int) -> str:
 
 @lru_cache(maxsize=4096)
 def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    return int.from_bytes(text_digest(text, 7), "big")
 
 
 @lru_cache(maxsize=4096)

@@ -12,12 +12,13 @@ mixing", 2011; the last multiplier is that of D. Lemire's and P. Evensen's publi
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+
+from parallelize.base.agreement import text_digest
 
 
 class Key(NamedTuple):
@@ -40,7 +41,7 @@ AnyKey = Key | KeyTensors
 def key(seed: int, name: str, *numbers: int) -> Key:
     """The key of a seed, a name, and any numbers (a step, a call). Stable over processes and versions."""
     text = "\0".join(map(str, (seed, name, *numbers)))
-    return Key(*struct.unpack("<qq", hashlib.blake2b(text.encode(), digest_size=16).digest()))
+    return Key(*struct.unpack("<qq", text_digest(text, 16)))
 
 
 def _signed(constant: int) -> int:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from parallelize import Checkpointer, ParallelizeError, build_mesh, load_checkpoint
+from parallelize.base.agreement import ranks_by_value
 from parallelize.checkpoint.run import local_tensors
-from parallelize.checkpoint.run.rank_sync import ranks_by_value
 from tests.support.threads import run_ranks
 
 

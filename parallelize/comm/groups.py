@@ -194,7 +194,7 @@ class Group:
     def __copy__(self) -> Group:
         return self
 
-    def __deepcopy__(self, memo: dict) -> Group:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self
 
     def __reduce__(self) -> NoReturn:

@@ -337,13 +337,13 @@ class InputCheck:
         self.compared = False
         self._calls: Counter[tuple[str, bool]] = Counter()
 
-    def __deepcopy__(self, memo: dict) -> InputCheck:
+    def __deepcopy__(self, memo: dict[int, Any]) -> InputCheck:
         return memo.setdefault(id(self), InputCheck(self.group, self.every))
 
     def install(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self, with_kwargs=True)
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.compare("inputs", {f"input {i}": arg for i, arg in enumerate(args)} | kwargs, module.training)
 
     def compare(self, what: str, named: dict[str, Any], training: bool) -> None:

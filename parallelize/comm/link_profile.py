@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 CHUNKS = (2, 4, 8, 16)
 MARGIN = 0.01  # overlap is chosen only if it saves at least this fraction of sync
@@ -34,12 +35,12 @@ class LinkProfile:
     step_us: float
     hidden: dict[str, float] = field(default_factory=dict)
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """The fields by name: plain values that `json` can write."""
         return asdict(self)
 
     @staticmethod
-    def from_dict(values: dict) -> LinkProfile:
+    def from_dict(values: dict[str, Any]) -> LinkProfile:
         """The profile whose `as_dict()` is `values`. Raises: TypeError for unknown or missing fields."""
         return LinkProfile(**values)
 

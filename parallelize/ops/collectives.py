@@ -55,7 +55,7 @@ class _Copy(Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         refuse_double_backward()
         # a copy: autograd may pass the same gradient tensor to another branch
         grad = grad.clone(memory_format=torch.contiguous_format)
@@ -76,7 +76,7 @@ class _Reduce(Function):
         return replay_cache.run_collective("all_reduce", _sum, x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         refuse_double_backward()
         return grad, None
 
@@ -89,7 +89,7 @@ class _ReduceOwned(Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         refuse_double_backward()
         return grad, None
 
@@ -101,7 +101,7 @@ class _SumBoth(Function):
         return replay_cache.run_collective("all_reduce", _sum, x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         refuse_double_backward()
         grad = grad.clone(memory_format=torch.contiguous_format)
         blocking.all_reduce(grad, ctx.group.pg)
@@ -117,7 +117,7 @@ class _Gather(Function):
         return replay_cache.run_collective("all_gather", gather_dim, padded, group, dim, full)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         refuse_double_backward()
         group, dim, rows, partial = ctx.args
         local = reduce_scatter_dim(grad, group, dim) if partial else split_dim(grad, group, dim)
@@ -132,7 +132,7 @@ class _ReduceScatter(Function):
         return local if padded else _unpadded(local, group, dim, x.shape[dim])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         refuse_double_backward()
         return gather_uneven(grad, *ctx.args), None, None, None
 
@@ -145,7 +145,7 @@ class _Split(Function):
         return local if padded else _unpadded(local, group, dim, x.shape[dim])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         refuse_double_backward()
         return gather_uneven(grad, *ctx.args), None, None, None
 
@@ -157,7 +157,7 @@ class _AllToAll(Function):
         return replay_cache.run_collective("all_to_all", exchange_dims, x, group, split, concat, full)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         refuse_double_backward()
         return exchange_dims(grad, *ctx.args), None, None, None, None
 

@@ -76,10 +76,10 @@ class Slot:
         self.leaf: Any = None
         self.trains = False
 
-    def __deepcopy__(self, memo: dict) -> Slot:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         return Slot(self.key, self.valid, self.reduction, self.pending_reductions, self.shared, self.tied)
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return Slot, (self.key, self.valid, self.reduction, self.pending_reductions, self.shared, self.tied)
 
     def local(self, parameters: dict[str, Any]) -> torch.Tensor:

@@ -45,7 +45,7 @@ class PendingReduction:
         """`local`; its gradient is reduced during backward, which compilers can trace."""
         return _ReduceInBackward.apply(local, self)
 
-    def __deepcopy__(self, memo: dict) -> PendingReduction:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PendingReduction:
         return self
 
 
@@ -56,7 +56,7 @@ class _ReduceInBackward(Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         grad = grad.clone()
         for group, dim, start, stop in ctx.reduction.parts:
             if dim is None:
@@ -95,10 +95,10 @@ class PendingReductions:
         self._collected: list[_Entry] = []
         self._accumulated: dict[int, _Entry] | None = None
 
-    def __deepcopy__(self, memo: dict) -> PendingReductions:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PendingReductions:
         return self  # entries refer to their parameters, so copies of a model can share it
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return PendingReductions, ()
 
     def add(
@@ -174,7 +174,7 @@ class PendingReductions:
 def reduce_and_deliver(entries: list[_Entry]) -> None:
     """Reduce all entries, with one all-reduce for each group, dtype and device, and deliver them."""
     entries.sort(key=_order)  # the same order on every rank
-    buckets: dict[tuple, tuple[Group, list[torch.Tensor]]] = {}
+    buckets: dict[tuple[Any, ...], tuple[Group, list[torch.Tensor]]] = {}
     with torch.no_grad():
         for entry in entries:
             grad = entry.grad
@@ -260,7 +260,7 @@ class GradientCollector:
         """Let the receivers have what is recorded so far."""
         _receive(self._recorder.close())
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return GradientCollector, ()
 
 

@@ -75,7 +75,7 @@ class PlanRecord:
         """The process group of the axis that a parameter's layout is over."""
         return Group(self.folded.get_group("ep")) if row.axis == "ep" and self.folded is not None else self.group
 
-    def __deepcopy__(self, memo: dict) -> PlanRecord:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlanRecord:
         """A copy of a model has a region of its own, which its forwards enter."""
         return replace(self, region=copy.deepcopy(self.region, memo))
 
@@ -114,7 +114,7 @@ class Cut:
         stage = self.stages.stage_of(fqn)
         return stage is None or stage in self.local_stages
 
-    def __deepcopy__(self, memo: dict) -> Cut:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
         return self
 
 
@@ -188,7 +188,7 @@ class ModuleState:
     stage_adapters: Callable[[nn.Module], None] | None = None
     lease: patches.Lease | None = None
 
-    def __deepcopy__(self, memo: dict) -> ModuleState:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         return replace(self, **{key: copy.deepcopy(value, memo) for key, value in self._fields().items()})
 
     def __reduce__(self) -> Any:

@@ -44,7 +44,7 @@ def all_gather_linear(
     chunks: int | None = None,
     save: str = "gathered",
     deferred: DeferredGradients | None = None,
-):
+) -> T | list[T]:
     """Gather the rows of all ranks and multiply them by this rank's weights; matmuls run while rows arrive.
 
     Args:
@@ -156,7 +156,7 @@ def column_linear(
     overlap: str = "auto",
     chunks: int | None = None,
     deferred: DeferredGradients | None = None,
-):
+) -> T | list[T]:
     """Multiply a replicated input by this rank's weights; backward all-reduces its gradient meanwhile.
 
     Args:

@@ -260,7 +260,8 @@ class OverlappedLinears(TorchFunctionMode):
             # it may have several readers, whose gradients are summed before they are sent
             return "x is full, and what made it reduces its gradient"
         self.ops["column_linear"] += 1
-        return column_linear(shard, weight, bias, **self._options)
+        columns: Any = column_linear(shard, weight, bias, **self._options)
+        return columns
 
     def _row(self, x: Any, weight: Any, bias: Any, axis: int) -> T | str:
         x = value_of(x)

@@ -14,7 +14,7 @@ op). The group is text in an op's arguments. Here it is a mesh axis, written "ax
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,8 @@ from parallelize.comm.groups import Group
 from parallelize.ops.library import LIBRARY, NAMESPACE
 
 T = torch.Tensor
+Ds = Sequence[DTensor]
+Maybe = Sequence[DTensor | None]
 _ops = torch.ops.parallelize
 _AXIS = "axis:"
 
@@ -95,7 +97,7 @@ def _positive(placement: Placement, ndim: int) -> Placement:
     return Shard(cast(Shard, placement).dim % ndim) if placement.is_shard() else placement
 
 
-def _replace_placement(placements: tuple, axis: int, placement: Placement) -> list[Placement]:
+def _replace_placement(placements: tuple[Any, ...], axis: int, placement: Placement) -> list[Placement]:
     return [placement if n == axis else old for n, old in enumerate(placements)]
 
 
@@ -113,7 +115,7 @@ class ReplicatedBias(torch.autograd.Function):
         return bias.view_as(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor):
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
         return grad.redistribute(placements=_replace_placement(grad.placements, ctx.axis, Replicate())), None
 
 
@@ -124,7 +126,7 @@ def _axis(key: str) -> int:
     return int(key.removeprefix(_AXIS))
 
 
-def _locals(values: list[Any]) -> list[T]:
+def _locals(values: Sequence[Any]) -> list[T]:
     return [value.to_local() if isinstance(value, DTensor) else value for value in values]
 
 
@@ -132,7 +134,9 @@ def _group(mesh: Any, key: str) -> str:
     return Group(mesh.get_group(_axis(key))).key
 
 
-def _all_gather_linear(x, weights, biases, dim, full, key, algorithm, keep):
+def _all_gather_linear(
+    x: DTensor, weights: Ds, biases: Maybe, dim: int, full: int, key: str, algorithm: str, keep: bool
+) -> list[DTensor]:
     mesh, axis = x.device_mesh, _axis(key)
     group = _group(mesh, key)
     *outs, gathered = _ops.all_gather_linear(
@@ -152,7 +156,7 @@ def _all_gather_linear(x, weights, biases, dim, full, key, algorithm, keep):
     ]
 
 
-def _columns_of(grads: list[DTensor], like: DTensor, axis: int) -> list[T]:
+def _columns_of(grads: Ds, like: DTensor, axis: int) -> list[T]:
     """Local shards of output gradients, in the layout of the outputs."""
     placements = _replace_placement(like.placements, axis, Shard(like.ndim - 1))
     return [grad.redistribute(placements=placements).to_local() for grad in grads]
@@ -175,8 +179,18 @@ def _weight_placements(like: DTensor, axis: int, dim: int) -> list[Placement]:
 
 
 def _all_gather_linear_backward(
-    grads, other, rows, weights, gathered, input_grad, weight_grads, dim, full, key, algorithm
-):
+    grads: Ds,
+    other: DTensor | None,
+    rows: DTensor,
+    weights: Ds,
+    gathered: T | None,
+    input_grad: bool,
+    weight_grads: list[bool],
+    dim: int,
+    full: int,
+    key: str,
+    algorithm: str,
+) -> list[DTensor]:
     mesh, axis = rows.device_mesh, _axis(key)
     group = _group(mesh, key)
     results = _ops.all_gather_linear_backward(
@@ -201,7 +215,7 @@ def _all_gather_linear_backward(
     return wrapped + [_wrapped(dw, mesh, placements, w.shape) for dw, w in zip(results, selected, strict=True)]
 
 
-def _linear_reduce_scatter(x, weight, dim, key, algorithm):
+def _linear_reduce_scatter(x: DTensor, weight: DTensor, dim: int, key: str, algorithm: str) -> DTensor:
     mesh = x.device_mesh
     out = _ops.linear_reduce_scatter(x.to_local(), weight.to_local(), dim, _group(mesh, key), algorithm)
     return _wrapped(
@@ -209,7 +223,16 @@ def _linear_reduce_scatter(x, weight, dim, key, algorithm):
     )
 
 
-def _linear_reduce_scatter_backward(grad, x, weight, input_grad, weight_grad, dim, key, algorithm):
+def _linear_reduce_scatter_backward(
+    grad: DTensor,
+    x: DTensor,
+    weight: DTensor,
+    input_grad: bool,
+    weight_grad: bool,
+    dim: int,
+    key: str,
+    algorithm: str,
+) -> list[DTensor]:
     mesh, axis = x.device_mesh, _axis(key)
     local = grad.redistribute(placements=_replace_placement(x.placements, axis, Shard(dim))).to_local()
     results = _ops.linear_reduce_scatter_backward(
@@ -224,7 +247,7 @@ def _linear_reduce_scatter_backward(grad, x, weight, input_grad, weight_grad, di
     return [*wrapped, full_grad]
 
 
-def _linear_all_reduce(x, weight, key, algorithm):
+def _linear_all_reduce(x: DTensor, weight: DTensor, key: str, algorithm: str) -> DTensor:
     mesh = x.device_mesh
     out = _ops.linear_all_reduce(x.to_local(), weight.to_local(), _group(mesh, key), algorithm)
     return _wrapped(
@@ -232,7 +255,7 @@ def _linear_all_reduce(x, weight, key, algorithm):
     )
 
 
-def _column_linear(x, weights, biases, key, algorithm):
+def _column_linear(x: DTensor, weights: Ds, biases: Maybe, key: str, algorithm: str) -> list[DTensor]:
     mesh, axis = x.device_mesh, _axis(key)
     outs = _ops.column_linear(x.to_local(), _locals(weights), _locals(biases), _group(mesh, key), algorithm)
     columns = _replace_placement(x.placements, axis, Shard(x.ndim - 1))
@@ -242,7 +265,9 @@ def _column_linear(x, weights, biases, key, algorithm):
     ]
 
 
-def _column_linear_backward(grads, x, weights, weight_grads, key, algorithm):
+def _column_linear_backward(
+    grads: Ds, x: DTensor, weights: Ds, weight_grads: list[bool], key: str, algorithm: str
+) -> list[DTensor]:
     mesh, axis = x.device_mesh, _axis(key)
     dx, *dws = _ops.column_linear_backward(
         _columns_of(grads, x, axis), x.to_local(), _locals(weights), weight_grads, _group(mesh, key), algorithm
@@ -255,7 +280,7 @@ def _column_linear_backward(grads, x, weights, weight_grads, key, algorithm):
     ]
 
 
-def _rule(function: Callable) -> Callable:
+def _rule(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda cls, func, types, args=(), kwargs=None: function(*args, **(kwargs or {}))
 
 

@@ -40,7 +40,7 @@ class DeferredGradients:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def __deepcopy__(self, memo: dict) -> DeferredGradients:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeferredGradients:
         return DeferredGradients()
 
     @contextmanager
@@ -169,7 +169,7 @@ class _UsedOutputs:
 # -- all_gather_linear -------------------------------------------------------------------------------------------------
 
 
-def _save_gather(ctx: Any, inputs: tuple, output: list[T]) -> None:
+def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: list[T]) -> None:
     x, weights, biases, ctx.dim, ctx.full, ctx.group, ctx.algorithm, ctx.keep = inputs
     ctx.set_materialize_grads(False)
     ctx.x_dtype = x.dtype
@@ -179,7 +179,7 @@ def _save_gather(ctx: Any, inputs: tuple, output: list[T]) -> None:
     ctx.save_for_backward((output[-1] if ctx.keep else x) if trains else x, *weights)
 
 
-def _gather_backward(ctx: Any, grads: list[T | None]):
+def _gather_backward(ctx: Any, grads: list[T | None]) -> tuple[Any, ...]:
     refuse_double_backward()
     *outs, other = grads
     need_x, need_weights, need_biases = ctx.needs
@@ -234,14 +234,14 @@ def _weight_gradient_later(grad: T, rows: T, weight: T, gather: Any = None) -> C
 # -- linear_reduce_scatter ---------------------------------------------------------------------------------------------
 
 
-def _save_scatter(ctx: Any, inputs: tuple, output: T) -> None:
+def _save_scatter(ctx: Any, inputs: tuple[Any, ...], output: T) -> None:
     x, weight, ctx.dim, ctx.group, ctx.algorithm = inputs
     _reference_leaves(ctx, [weight])
     ctx.needs = x.requires_grad, weight.requires_grad
     ctx.save_for_backward(x, weight)
 
 
-def _scatter_backward(ctx: Any, grad: T):
+def _scatter_backward(ctx: Any, grad: T) -> tuple[Any, ...]:
     refuse_double_backward()
     x, weight = ctx.saved_tensors
     need_x, need_weight = ctx.needs
@@ -258,14 +258,14 @@ def _scatter_backward(ctx: Any, grad: T):
 # -- linear_all_reduce -------------------------------------------------------------------------------------------------
 
 
-def _save_reduce(ctx: Any, inputs: tuple, output: T) -> None:
+def _save_reduce(ctx: Any, inputs: tuple[Any, ...], output: T) -> None:
     x, weight, _, _ = inputs
     _reference_leaves(ctx, [weight])
     ctx.needs = x.requires_grad, weight.requires_grad
     ctx.save_for_backward(x, weight)
 
 
-def _reduce_backward(ctx: Any, grad: T):
+def _reduce_backward(ctx: Any, grad: T) -> tuple[Any, ...]:
     """No communication: every rank has the full gradient of the sum."""
     refuse_double_backward()
     x, weight = ctx.saved_tensors
@@ -283,7 +283,7 @@ def _reduce_backward(ctx: Any, grad: T):
 # -- column_linear -----------------------------------------------------------------------------------------------------
 
 
-def _save_column(ctx: Any, inputs: tuple, output: list[T]) -> None:
+def _save_column(ctx: Any, inputs: tuple[Any, ...], output: list[T]) -> None:
     x, weights, biases, ctx.group, ctx.algorithm = inputs
     ctx.set_materialize_grads(False)
     _reference_leaves(ctx, weights)
@@ -291,7 +291,7 @@ def _save_column(ctx: Any, inputs: tuple, output: list[T]) -> None:
     ctx.save_for_backward(x, *weights)
 
 
-def _column_backward(ctx: Any, grads: list[T | None]):
+def _column_backward(ctx: Any, grads: list[T | None]) -> tuple[Any, ...]:
     refuse_double_backward()
     x, *weights = ctx.saved_tensors
     columns, dx = _UsedOutputs(ctx, grads, weights), None

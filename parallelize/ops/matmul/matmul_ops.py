@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,13 +73,13 @@ def _features(weights: list[T]) -> int:
     return sum(len(weight) for weight in weights)
 
 
-def _gather(algorithm: str) -> Callable:
+def _gather(algorithm: str) -> Callable[..., Any]:
     if algorithm == "symm_mem":
         return symmetric_memory.all_gather_matmul
     return partial(chunked_matmul.all_gather_matmul, steps=steps_of(algorithm))
 
 
-def _scatter(algorithm: str) -> Callable:
+def _scatter(algorithm: str) -> Callable[..., Any]:
     if algorithm == "symm_mem":
         return symmetric_memory.matmul_reduce_scatter
     return partial(chunked_matmul.matmul_reduce_scatter, steps=steps_of(algorithm))
@@ -274,42 +275,57 @@ def _weight_gradient_of(grad: T, rows: T, weight: T) -> T:
 
 
 @fake("all_gather_linear")
-def _(x, weights, biases, dim, full, group, algorithm, keep):
+def _(
+    x: T, weights: list[T], biases: list[T | None], dim: int, full: int, group: str, algorithm: str, keep: bool
+) -> list[T]:
     shape = (*x.shape[:dim], full, *x.shape[dim + 1 :])
     outs = [weight.new_empty((*shape[:-1], weight.shape[0])) for weight in weights]
     return [*outs, x.new_empty(shape if keep else 0)]
 
 
 @fake("all_gather_linear_backward")
-def _(grads, other, rows, weights, gathered, input_grad, weight_grads, dim, full, group, algorithm):
+def _(
+    grads: list[T],
+    other: T | None,
+    rows: T,
+    weights: list[T],
+    gathered: T | None,
+    input_grad: bool,
+    weight_grads: list[bool],
+    dim: int,
+    full: int,
+    group: str,
+    algorithm: str,
+) -> list[T]:
     dws = [torch.empty_like(weight) for weight, need in zip(weights, weight_grads, strict=True) if need]
-    return [_local_rows(grads[0] if grads else other, dim, rows.shape[-1], group), *dws] if input_grad else dws
+    of_rows = grads[0] if grads else other
+    return [_local_rows(of_rows, dim, rows.shape[-1], group), *dws] if input_grad and of_rows is not None else dws
 
 
 @fake("linear_reduce_scatter")
-def _(x, weight, dim, group, algorithm):
+def _(x: T, weight: T, dim: int, group: str, algorithm: str) -> T:
     return _local_rows(x, dim, weight.shape[0], group).to(weight.dtype)
 
 
 @fake("linear_reduce_scatter_backward")
-def _(grad, x, weight, input_grad, weight_grad, dim, group, algorithm):
+def _(grad: T, x: T, weight: T, input_grad: bool, weight_grad: bool, dim: int, group: str, algorithm: str) -> list[T]:
     full_grad = grad.new_empty((*x.shape[:-1], weight.shape[0]))
     dx = [grad.new_empty(x.shape)] if input_grad else []
     return [*dx, *([torch.empty_like(weight)] if weight_grad else []), full_grad]
 
 
 @fake("linear_all_reduce")
-def _(x, weight, group, algorithm):
+def _(x: T, weight: T, group: str, algorithm: str) -> T:
     return weight.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 @fake("column_linear")
-def _(x, weights, biases, group, algorithm):
+def _(x: T, weights: list[T], biases: list[T | None], group: str, algorithm: str) -> list[T]:
     return [weight.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
 
 
 @fake("column_linear_backward")
-def _(grads, x, weights, weight_grads, group, algorithm):
+def _(grads: list[T], x: T, weights: list[T], weight_grads: list[bool], group: str, algorithm: str) -> list[T]:
     dws = [torch.empty_like(weight) for weight, need in zip(weights, weight_grads, strict=True) if need]
     return [grads[0].new_empty(x.shape), *dws]
 

@@ -17,6 +17,7 @@ from parallelize import ParallelizeError
 from tests.matrix.axes import AXES, Axis
 from tests.matrix.feature import Feature, load_features
 from tests.matrix.kinds import KINDS, Kind
+from tests.matrix.pools import pool_of
 from tests.matrix.sides import Alone, Planned, Side
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
@@ -57,7 +58,7 @@ def _fits(axis: Axis, kind: Kind) -> bool:
 
 
 def run_cell(feature_name: str, kind_name: str, axis_name: str, pool: Any = None) -> Verdict:
-    """A cell on ranks that are threads, or on the processes of a pool."""
+    """A cell on ranks that are threads, or on the processes of a pool, which may be that of the caller."""
     feature, kind, axis = load_features()[feature_name], KINDS[kind_name], AXES[axis_name]
     expected = reference(feature, kind_name, axis.deep)
     bounds = bounds_of(feature, kind_name, axis.deep, expected)
@@ -76,6 +77,8 @@ def ranks_of(
             return run_side(feature, Planned(kind, own[0], folder, axis, own[1:]))
 
         try:
+            if feature.processes:
+                pool = pool or pool_of(axis.world_size)
             if pool is not None:
                 return pool.run(rank_of_cell, feature.name, kind_name, axis, folder), None
             return run_ranks(axis.world_size, body), None

@@ -6,6 +6,7 @@ import zlib
 from functools import cache
 
 from tests.matrix.axes import AXES
+from tests.matrix.feature import load_features
 from tests.matrix.verdicts import Cell, all_cells
 
 SLICES = 8  # of the sweep, as in tests/conftest.py
@@ -21,10 +22,11 @@ def number_of(*names: str) -> int:
 
 @cache
 def rows() -> dict[tuple[str, str], list[str]]:
-    """(feature, kind) to its axes, in an order that is drawn."""
+    """(feature, kind) to its axes, in an order that is drawn; of features whose ranks may be threads."""
     axes: dict[tuple[str, str], list[str]] = {}
     for cell in all_cells():
-        axes.setdefault(cell[:2], []).append(cell[2])
+        if not _needs_processes(cell):
+            axes.setdefault(cell[:2], []).append(cell[2])
     return {row: sorted(names, key=lambda name: number_of(*row, name)) for row, names in axes.items()}
 
 
@@ -41,12 +43,17 @@ def axes_of_slice(row: tuple[str, str], number: int) -> list[str]:
 
 @cache
 def on_processes() -> list[Cell]:
-    """A tenth of the cells with two or four ranks."""
+    """A tenth of the cells with two or four ranks, and all of features whose ranks are processes always."""
     return [
         cell
         for cell in all_cells()
-        if AXES[cell[2]].world_size in (2, 4) and number_of("processes", *cell) % _ON_PROCESSES == 0
+        if AXES[cell[2]].world_size in (2, 4)
+        and (_needs_processes(cell) or number_of("processes", *cell) % _ON_PROCESSES == 0)
     ]
+
+
+def _needs_processes(cell: Cell) -> bool:
+    return load_features()[cell[0]].processes
 
 
 def is_process_in_make_test(cell: Cell) -> bool:

@@ -36,6 +36,7 @@ class Feature:
         refused: slugs by which cells may be refused, each with the reason, which docs/ give too.
         on: says for which axes the feature has a meaning; the others have no cell.
         one_rank: the reference is the planned model on a mesh of one rank, where randomness is the package's.
+        processes: its ranks are processes always: it changes what a process has only once.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Feature:
     refused: dict[str, str] = field(default_factory=dict)
     on: Callable[[Axis], bool] = lambda axis: True
     one_rank: bool = False
+    processes: bool = False
 
     def serves(self, kind: Kind) -> bool:
         return self.needs <= kind.traits and not self.without & kind.traits

@@ -1,7 +1,8 @@
 """Kinds of models, small and in float64, with batches of eight rows and the loss that training alone takes.
 
 Sizes are asymmetric in `llama`. In `llama_equal` they coincide: rows = layers = heads = width of a head, and what tells
-dims apart by their sizes is lost.
+dims apart by their sizes is lost; `llama_published` has the ratios of Llama 3: four heads to one of keys and
+values, 3.5 times the width in the MLP.
 """
 
 from __future__ import annotations
@@ -219,6 +220,19 @@ KINDS: dict[str, Kind] = {
         _text,
         traits=STOCK_TEXT,
         deep={},
+    ),
+    "llama_published": Kind(
+        _family(
+            "llama",
+            hidden_size=128,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=16,
+            intermediate_size=448,
+            attention_bias=False,
+        ),
+        _text,
+        traits=STOCK_TEXT,
     ),
     "gpt2": Kind(_family("gpt2"), _text, traits=STOCK_TEXT),
     "t5": Kind(

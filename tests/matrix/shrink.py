@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from tests.matrix.axes import AXES, Axis
-from tests.matrix.cells import CRASHED, Verdict, bounds_of, judge, ranks_of, reference
+from tests.matrix.cells import CRASHED, RIGHT, Verdict, bounds_of, judge, ranks_of, reference
 from tests.matrix.feature import Feature, load_features
 from tests.matrix.kinds import KINDS
 
@@ -67,7 +67,8 @@ print(verdict.trace)
 
 
 def shrink(feature: str, kind: str, axis: str, seconds: float = SECONDS) -> tuple[SmallCell, Verdict]:
-    """The smallest cell found that fails as this one does, and its verdict; the cell itself where none does.
+    """The smallest cell found that fails as this one does, and its verdict; the cell itself where none does, or where
+    it is right.
 
     Args:
         seconds: no further cell is tried after so many.
@@ -75,6 +76,8 @@ def shrink(feature: str, kind: str, axis: str, seconds: float = SECONDS) -> tupl
     stop = time.monotonic() + seconds
     cell = SmallCell(feature, kind, AXES[axis])
     verdict = cell.run()
+    if verdict.word == RIGHT:
+        return cell, verdict
     tried: set[str] = set()
     smaller = _smaller(cell)
     while time.monotonic() < stop and (candidate := next(smaller, None)) is not None:

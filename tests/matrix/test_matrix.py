@@ -10,9 +10,12 @@ import pytest
 
 from tests.matrix import verdicts
 from tests.matrix.axes import AXES
-from tests.matrix.cells import REFUSED, run_cell
+from tests.matrix.cells import REFUSED, RIGHT, run_cell
 from tests.matrix.drawing import axes_of_slice, is_in_make_test, is_process_in_make_test, on_processes, rows
+from tests.matrix.shrink import shrink
 from tests.matrix.verdicts import Cell
+
+_SHRINK_S = 30.0
 
 _ADVICE = {
     verdicts.NEW: "no verdict of this cell is recorded",
@@ -43,10 +46,16 @@ def check(cell: Cell, pool: Any = None) -> None:
     if how in verdicts.RECORDABLE:
         text.append(f"to record it: python -m tests.matrix pass --feature {feature} --kind {kind} --record")
     else:
-        text.append(f"alone: python -m tests.matrix run {feature} {kind} {axis}")
-        text.append(f"made small: python -m tests.matrix shrink {feature} {kind} {axis}")
-        text.append(verdict.trace)
+        text += [f"alone: python -m tests.matrix run {feature} {kind} {axis}", verdict.trace, made_small(cell, pool)]
     pytest.fail("\n".join(text), pytrace=False)
+
+
+def made_small(cell: Cell, pool: Any) -> str:
+    """The smallest cell that fails so, with a script that shows it."""
+    small, verdict = shrink(*cell, seconds=_SHRINK_S)
+    if verdict.word == RIGHT:
+        return f"on {'threads' if pool is not None else 'its own'} it is right"
+    return f"made small, {small}: {verdict}\n\n{small.script()}"
 
 
 @pytest.mark.drawn_anew

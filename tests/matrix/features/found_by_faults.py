@@ -92,7 +92,7 @@ def unused_layer(side: Side) -> None:
     side.train()
 
 
-@feature(one_rank=True, bound=5e-2, without={"experts", "recurrent"})
+@feature(rounds=torch.bfloat16, without={"experts", "recurrent"})
 def masters(side: Side) -> None:
     """Compute in bfloat16, with steps so large that weights of before show in the loss."""
     side.place(dtype="bfloat16")
@@ -101,7 +101,7 @@ def masters(side: Side) -> None:
     side.update()
 
 
-@feature(one_rank=True, bound=5e-2, without={"experts", "recurrent"})
+@feature(rounds=torch.bfloat16, without={"experts", "recurrent"})
 def masters_after_an_edit(side: Side) -> None:
     side.place(dtype="bfloat16")
     side.optimizer(torch.optim.SGD)

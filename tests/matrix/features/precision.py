@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
+from parallelize.plan.models.float8_linears import as_plain_linears
 from tests.matrix.feature import feature
 from tests.matrix.sides import Side
+from tests.state.quantization.float8_linears import Float8Linear
 
 PLAIN = {"experts", "recurrent"}
 """A router that rounds chooses other experts, and a scan adds its rounding up."""
@@ -57,3 +61,21 @@ def bfloat16_overlap(side: Side) -> None:
     _place(side, dtype="bfloat16", overlap="chunked")
     side.step(0)
     side.update()
+
+
+def _in_float8(model: nn.Module) -> nn.Module:
+    """Its linears, but the head, as torchao converts them: their matmuls round, their weights do not."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and not name.endswith("head"):
+            module.__class__ = Float8Linear
+            module.config = SimpleNamespace(emulate=True)
+    return model
+
+
+@feature(prepare=_in_float8, rounds=torch.float8_e4m3fn, without=PLAIN | {"vision"})
+def float8_linears(side: Side) -> None:
+    """The reference computes without float8."""
+    if side.alone:
+        as_plain_linears(side.model)
+    side.place()
+    side.train()

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from parallelize import derive_plan
+from parallelize.base.pictures.svg import box, legend, line, picture, standalone, text_at
 from parallelize.plan.dims.factor_analysis import FactorAnalysis, output_dim
 from parallelize.plan.dims.factors import Factor, size_of
 from parallelize.plan.dims.trace import record_forward
@@ -17,7 +18,6 @@ from parallelize.plan.models.example_inputs import inputs_of
 from parallelize.plan.models.model_source import source_of
 from parallelize.plan.pattern import is_default, matches
 from parallelize.plan.schema import Plan
-from parallelize.tools.analysis.show.canvas import STYLE, box, legend, line, picture, text_at
 
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "derived_layer.svg"
 MODEL_TYPE, LAYER, TP = "phi3", "model.layers.0.", 2
@@ -45,10 +45,7 @@ def draw() -> str:
     entries = [(color, f"one axis of {factor.size}: rank 0 dark, rank 1 pale") for factor, color in colors.items()]
     entries.append(("c6 pale3", f"full on each rank: {analysis.blocked[hidden].reason}"))
     keys, bottom = legend(entries, _NAME, _WIDTH, _TOP + len(LINEARS) * _ROW + 6)
-    svg = picture(TITLE, _WIDTH, bottom + 8, [*body, *keys])
-    head, _, rest = svg.partition(">")
-    background = '<rect width="100%" height="100%" class="empty"/>'
-    return f'{head} xmlns="http://www.w3.org/2000/svg">\n<style>{STYLE}</style>\n{background}{rest}\n'
+    return standalone(picture(TITLE, _WIDTH, bottom + 8, [*body, *keys]))
 
 
 def _style(plan: Plan, name: str) -> str:

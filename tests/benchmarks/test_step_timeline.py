@@ -6,9 +6,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
-from benchmarks import svg
 from benchmarks.step_timeline import Sampler, link_spans, spans_of
 from parallelize.comm.turns import run_in_turns, yield_turn
 
@@ -47,8 +44,3 @@ def _compute(seconds: float) -> None:
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         threading.get_ident()
-
-
-@pytest.mark.parametrize("end", [0.3, 1.0, 3.7, 9.9, 42.0, 3678.0, 10000.0])
-def test_an_axis_has_three_to_ten_labels(end):
-    assert 3 <= end / svg._tick(end) <= 10

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
-from html import escape
 from pathlib import Path
 
 from parallelize.axes.pipeline.schedules import KINDS, Schedule, build_schedule
 from parallelize.axes.pipeline.timeline import Costs, Timeline, simulate
+from parallelize.base.pictures.svg import axis_below, box, picture, standalone, text_at, text_width
 
 
 def table(schedule: Schedule) -> str:
@@ -79,9 +78,9 @@ def _reading(schedule: Schedule) -> str:
     return f"0F1: stage 0, forward, microbatch 1. {letters}, .: idle"
 
 
-_COLORS = {"F": (47, 108, 178), "B": (202, 98, 33), "I": (38, 139, 107), "W": (131, 90, 168)}
-_LEFT, _TOP, _LANE, _GAP, _WIDTH = 66, 62, 30, 6, 1120
-_FONT = 'font-family="Helvetica, Arial, sans-serif"'
+_FILLS = {"F": "c0", "B": "c5", "I": "c2", "W": "c3"}
+_SHADES = ("", " pale1", " pale2", " pale3")
+_LEFT, _TOP, _LANE, _GAP, _WIDTH = 66.0, 62.0, 30.0, 6.0, 1120.0
 
 
 def draw(timeline: Timeline, path: str | os.PathLike[str], title: str, unit: str = "units") -> None:
@@ -95,34 +94,39 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], title: str, unit: str
     """
     scale = 1000.0 if unit == "ms" else 1.0
     end = timeline.makespan * scale or 1.0
-    across = (_WIDTH - _LEFT - 24) / end
+    right = _WIDTH - 24
+    across = (right - _LEFT) / end
     floor = _TOP + len(timeline.spans) * (_LANE + _GAP)
     ranks = timeline.in_flight.ranks
     peaks = ", ".join(map(str, ranks)) if len(ranks) <= 24 else f"{max(ranks)}"
     facts = (
         f"{end:.4g} {unit}, bubbles {timeline.bubble_fraction:.1%}; microbatches in flight per rank, at most: {peaks}"
     )
-    body = [_text(16, 26, title, size=16, weight="bold"), _text(16, 46, facts, color="#555")]
-    body += _axis(end, across, floor, unit)
+    body = [text_at(16, 26, title, style="title", size=16), text_at(16, 46, facts, style="quiet")]
+    body += axis_below(_LEFT, right, _TOP - 4, floor, end, f"time, {unit}")
     for rank in range(len(timeline.spans)):
         body += _lane(timeline, rank, scale, across)
     body += _legend(timeline, floor + 44)
-    _write(Path(path), floor + 44 + 20 * _most_stages(timeline) + 14, body)
+    height = floor + 44 + 20 * _most_stages(timeline) + 14
+    Path(path).write_text(standalone(picture(title, _WIDTH, height, body)), encoding="utf-8")
 
 
 def _lane(timeline: Timeline, rank: int, scale: float, across: float) -> list[str]:
     y = _TOP + rank * (_LANE + _GAP)
-    width = timeline.makespan * scale * across
-    body = [_text(16, y + 19, f"rank {rank}"), _rect(_LEFT, y, width, "#ededed", "")]
+    body = [
+        text_at(16, y + 19, f"rank {rank}"),
+        box(_LEFT, y, timeline.makespan * scale * across, _LANE, "idle"),
+    ]
     stages = _stages(timeline, rank)
     for action, start, stop in timeline.spans[rank]:
         x, wide = _LEFT + start * scale * across, (stop - start) * scale * across
         fill, color = _shade(action.kind, stages.index(action.stage), _most_stages(timeline))
-        label = str(action.microbatch)
         hint = f"{action}: {start * scale:.4g} to {stop * scale:.4g}"
-        body.append(_rect(x, y, wide, fill, hint))
-        if wide > 7 * len(label) + 2:
-            body.append(_text(x + wide / 2, y + 19, label, size=11, color=color, anchor="middle"))
+        frame = " frame" if wide > 3 else ""  # which would hide a narrow box
+        body.append(box(x, y, wide, _LANE, f"action {fill}{frame}", hint))
+        label = str(action.microbatch)
+        if wide > text_width(label, 11) + 2:
+            body.append(text_at(x + wide / 2, y + 19, label, "middle", color, 11))
     return body
 
 
@@ -135,24 +139,10 @@ def _most_stages(timeline: Timeline) -> int:
 
 
 def _shade(kind: str, index: int, count: int) -> tuple[str, str]:
-    """(fill, text color) for a rank's stage number `index` of `count`: full color for the first, paler for later
-    ones."""
-    pale = 0.62 * index / max(1, count - 1)
-    red, green, blue = (round(channel + (255 - channel) * pale) for channel in _COLORS[kind])
-    return f"#{red:02x}{green:02x}{blue:02x}", "white" if pale < 0.35 else "#1c1c1c"
-
-
-def _axis(end: float, across: float, floor: float, unit: str) -> list[str]:
-    step = 10 ** math.floor(math.log10(end))
-    step = next(step * factor for factor in (0.1, 0.2, 0.5, 1) if end / (step * factor) <= 16)
-    if unit == "units":
-        step = max(1, step)
-    body = []
-    for n in range(math.floor(end / step + 1e-9) + 1):
-        x = _LEFT + n * step * across
-        body.append(f'<line x1="{x:.1f}" y1="{_TOP - 4}" x2="{x:.1f}" y2="{floor}" stroke="#dcdcdc"/>')
-        body.append(_text(x, floor + 14, f"{n * step:g}", size=11, color="#555", anchor="middle"))
-    return [*body, _text(_WIDTH - 24, floor + 28, f"time, {unit}", size=11, color="#555", anchor="end")]
+    """(fill, style of the text in it) for a rank's stage number `index` of `count`: full color for the first, paler for
+    later ones."""
+    shade = index * (len(_SHADES) - 1) // max(1, count - 1)
+    return _FILLS[kind] + _SHADES[shade], "" if shade else "dark" if kind == "W" else "on"
 
 
 def _legend(timeline: Timeline, y: float) -> list[str]:
@@ -168,38 +158,7 @@ def _legend(timeline: Timeline, y: float) -> list[str]:
         label = f"stages {min(stages)} to {max(stages)}" if several else f"stage {min(stages, default=0)}"
         for column, kind in enumerate(kinds):
             x = _LEFT + 220 * column
-            fill, _ = _shade(kind, row, count)
-            body.append(f'<rect x="{x}" y="{y + 20 * row}" width="14" height="12" rx="2" fill="{fill}"/>')
-            body.append(_text(x + 20, y + 20 * row + 10, f"{KINDS[kind]}, {label}", size=11))
+            body.append(box(x, y + 20 * row, 14, 12, _shade(kind, row, count)[0]))
+            body.append(text_at(x + 20, y + 20 * row + 10, f"{KINDS[kind]}, {label}", size=11))
     x = _LEFT + 220 * len(kinds)
-    body.append(f'<rect x="{x}" y="{y}" width="14" height="12" rx="2" fill="#ededed"/>')
-    return [*body, _text(x + 20, y + 10, "bubble", size=11)]
-
-
-def _rect(x: float, y: float, width: float, fill: str, hint: str) -> str:
-    """A box in a lane. With a hint it is an action, with a white frame that separates it from its neighbors."""
-    attributes = f'x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" height="{_LANE}" fill="{fill}"'
-    if not hint:
-        return f"<rect {attributes}/>"
-    frame = 'stroke="white" stroke-width="0.8"' if width > 3 else ""
-    return f'<rect class="action" {attributes} rx="2" {frame}><title>{escape(hint)}</title></rect>'
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    size: int = 12,
-    color: str = "#1c1c1c",
-    anchor: str = "start",
-    weight: str = "normal",
-) -> str:
-    style = f'{_FONT} font-size="{size}" font-weight="{weight}" fill="{color}" text-anchor="{anchor}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
-
-
-def _write(path: Path, height: float, body: list[str]) -> None:
-    size = f'width="{_WIDTH}" height="{height:g}" viewBox="0 0 {_WIDTH} {height:g}"'
-    background = '<rect width="100%" height="100%" fill="white"/>'
-    picture = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', background, *body, "</svg>"]
-    path.write_text("\n".join(picture) + "\n", encoding="utf-8")
+    return [*body, box(x, y, 14, 12, "idle"), text_at(x + 20, y + 10, "bubble", size=11)]

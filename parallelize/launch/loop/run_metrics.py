@@ -12,21 +12,12 @@ from typing import Any
 
 from parallelize.axes.tensor.experts.routing_load import EXPERT, RANK
 from parallelize.base.files.paths import read_small
+from parallelize.base.pictures.html import document, figure, heading, paragraph, section, table
+from parallelize.base.pictures.svg import WIDTH, axis_below, axis_left, box, line, picture, text_at, time_scale
 from parallelize.launch.config.run_config import MetricsSection, RunConfig
 from parallelize.launch.loop.profiled_step import ProfiledStep
 from parallelize.state.loop.loggers import ConsoleLogger, JSONLinesLogger, Loggers, TensorBoardLogger
 from parallelize.state.loop.wandb_logger import WandbLogger
-from parallelize.tools.analysis.show.canvas import (
-    STYLE,
-    WIDTH,
-    axis_below,
-    axis_left,
-    box,
-    line,
-    picture,
-    text_at,
-    time_scale,
-)
 
 _WANDB_ID = "wandb-run.txt"
 _PAGE_EVERY = 50
@@ -158,18 +149,17 @@ class RunPage:
         os.replace(temporary, path)
 
     def as_html(self) -> str:
-        body = [f"<h1>{escape(self.heading)}</h1>", *(f"<p>{escape(note)}</p>" for note in self.notes)]
+        body = [heading(self.heading), *map(paragraph, self.notes)]
         for tag, title in (("loss", "Loss"), ("tokens_per_s", "Tokens per second"), ("memory_gib", "Memory in GiB")):
             if self.points.get(tag):
-                body.append(f"<h2>{title}</h2><figure>{curve(title, self.points[tag])}</figure>")
+                body.append(section(title, figure(curve(title, self.points[tag]))))
         if self.peaks:
-            body.append(f"<h2>Peak memory beside the prediction</h2>{_peaks(self.peaks)}")
+            body.append(section("Peak memory beside the prediction", _peaks(self.peaks)))
         others = [tag for tag in self.points if tag.startswith("comm_") or tag in ("imbalance", "mfu", "grad_norm")]
-        body += [f"<h2>{escape(tag)}</h2><figure>{curve(tag, self.points[tag])}</figure>" for tag in others]
+        body += [section(escape(tag), figure(curve(tag, self.points[tag]))) for tag in others]
         if self.profiled is not None and self.profiled.spans:
-            body.append(f"<h2>A profiled step of rank 0</h2><figure>{timeline(self.profiled)}</figure>")
-        head = f'<meta charset="utf-8"/><title>{escape(self.heading)}</title><style>{STYLE}</style>'
-        return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
+            body.append(section("A profiled step of rank 0", figure(timeline(self.profiled))))
+        return document(self.heading, body)
 
 
 def curve(title: str, points: Sequence[tuple[int, float]]) -> str:
@@ -199,13 +189,11 @@ def curve(title: str, points: Sequence[tuple[int, float]]) -> str:
 
 
 def _peaks(peaks: Sequence[tuple[str, float, float]]) -> str:
-    rows = "".join(
-        f'<tr><td>{escape(name)}</td><td class="n">{measured / 1e6:,.0f} MB</td>'
-        f'<td class="n">{f"{predicted / 1e6:,.0f} MB" if predicted else "-"}</td></tr>'
+    rows = [
+        (name, f"{measured / 1e6:,.0f} MB", f"{predicted / 1e6:,.0f} MB" if predicted else "-")
         for name, measured, predicted in peaks
-    )
-    head = "<tr><th>rank</th><th>measured</th><th>predicted (tensors)</th></tr>"
-    return f"<table>{head}{rows}</table>"
+    ]
+    return table(("rank", "measured", "predicted (tensors)"), rows, numbers=(1, 2))
 
 
 def timeline(profiled: ProfiledStep) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 
 from torch import nn
 
 from parallelize.base.files.yaml_nodes import as_scalar
 from parallelize.base.mesh import MeshSpec
+from parallelize.base.pictures.html import document, figure, heading
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.pattern import generic, readable
@@ -165,14 +165,14 @@ def layer_text(model: nn.Module, plan: Plan, tp: int) -> str:
 
 def layer_page(model: nn.Module, plan: Plan, tp: int) -> str:
     """A page with one picture for each kind of layer and mode that the plan serves."""
-    body = [f"<h1>{escape(plan.name)}: what is sharded over tp={tp}</h1>"]
+    title = f"{plan.name}: what is sharded over tp={tp}"
+    body = [heading(title)]
     for sequence in (False, True) if plan.regions else (False,):
         resolved = _resolved(model, plan, tp, sequence)
         for layer in _layers(resolved):
-            title = f"{generic(layer)}{', sequence parallel' if sequence else ''}"
-            body.append(f"<figure>{draw_layer(resolved, layer, title)}</figure>")
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(plan.name)}</title>'
-    return head + "<body>" + "\n".join(body) + "</body></html>\n"
+            of_layer = f"{generic(layer)}{', sequence parallel' if sequence else ''}"
+            body.append(figure(draw_layer(resolved, layer, of_layer)))
+    return document(title, body)
 
 
 def _resolved(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) -> ResolvedPlan:

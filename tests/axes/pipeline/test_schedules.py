@@ -422,12 +422,12 @@ def test_picture_has_a_box_for_each_action_within_the_frame(name, tmp_path):
     schedule = build_schedule(name, 4, 8)
     draw(simulate(schedule), tmp_path / "chart.svg", "a <b> & c", unit="ms")
     root = ElementTree.parse(tmp_path / "chart.svg").getroot()
-    boxes = [element for element in root.iter() if element.get("class") == "action"]
+    boxes = [element for element in root.iter() if element.get("class", "").startswith("action ")]
     named = {box[0].text.split(":")[0] for box in boxes}
     assert len(boxes) == sum(map(len, schedule.orders))
     assert named == {str(action) for order in schedule.orders for action in order}
     assert all(float(box.get("x")) + float(box.get("width")) <= float(root.get("width")) for box in boxes)
-    assert len({box.get("fill") for box in boxes}) == len(
+    assert len({box.get("class").removesuffix(" frame") for box in boxes}) == len(
         {(action.kind, schedule.num_ranks <= action.stage) for order in schedule.orders for action in order}
     )
     texts = [element.text for element in root.iter() if element.tag.endswith("text")]

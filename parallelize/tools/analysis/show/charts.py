@@ -10,22 +10,20 @@ from dataclasses import dataclass
 from math import prod
 
 from parallelize.axes.pipeline.timeline import Timeline
-from parallelize.tools.analysis.show.canvas import (
+from parallelize.base.pictures.svg import (
     WIDTH,
     Point,
     axis_below,
     box,
-    duration,
     legend,
     line,
-    percent,
     picture,
-    shape,
     shortened,
     text_at,
     text_width,
     time_scale,
 )
+from parallelize.base.terminal.numbers import duration, percent, shape
 from parallelize.tools.analysis.show.explanation import Explanation, ParameterLine
 from parallelize.tools.analysis.show.tables import name_of
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from parallelize.base.pictures.svg import box, legend, line, picture, shortened, standalone, text_at
+from parallelize.base.terminal.numbers import shape
 from parallelize.plan.resolved import ModuleRow, ParameterRow, ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
-from parallelize.tools.analysis.show.canvas import STYLE, box, legend, line, picture, shape, shortened, text_at
 
 _ROW, _TILE, _TILE_HEIGHT, _TOP = 84.0, 78.0, 46.0, 64.0
 _NAME, _INPUT, _WEIGHT, _OUTPUT, _WIDTH = 14.0, 300.0, 500.0, 700.0, 800.0
@@ -82,7 +83,7 @@ def draw_layer(resolved: ResolvedPlan, layer: str, title: str) -> str:
     entries = [(f"c{rank % 8}", f"rank {rank}") for rank in range(ranks)] + [("c6 pale3", FULL)]
     body.append(text_at(_WIDTH - 14, 24, "sent in forward, (in backward)", "end", "quiet", 11))
     keys, bottom = legend(entries, _NAME, _WIDTH, _TOP + len(steps) * _ROW + 4)
-    return _standalone(picture(title, _WIDTH, bottom + 8, [*body, *keys]))
+    return standalone(picture(title, _WIDTH, bottom + 8, [*body, *keys]))
 
 
 def _draw_step(step: LayerStep, ranks: int, top: float, prefix: int) -> list[str]:
@@ -130,10 +131,3 @@ def _arrow(start: float, stop: float, y: float, conversion: Conversion) -> list[
     if conversion.backward:
         body.append(text_at(middle, y + 17, f"({conversion.backward.replace('_', '-')})", "middle", "quiet", 11))
     return body
-
-
-def _standalone(svg: str) -> str:
-    """An SVG with the styles of the page, which a file of its own needs."""
-    head, _, rest = svg.partition(">")
-    background = '<rect width="100%" height="100%" class="empty"/>'
-    return f'{head} xmlns="http://www.w3.org/2000/svg">\n<style>{STYLE}</style>\n{background}{rest}\n'

@@ -7,17 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from parallelize.tools.analysis.cost.memory import Moment
-from parallelize.tools.analysis.show.canvas import (
+from parallelize.base.pictures.svg import (
     WIDTH,
-    amount,
     axis_below,
     axis_left,
     box,
     bytes_scale,
     legend,
     line,
-    percent,
     picture,
     polygon,
     shortened,
@@ -25,6 +22,8 @@ from parallelize.tools.analysis.show.canvas import (
     text_width,
     time_scale,
 )
+from parallelize.base.terminal.numbers import amount, percent
+from parallelize.tools.analysis.cost.memory import Moment
 from parallelize.tools.analysis.show.explanation import Explanation, RankReport
 from parallelize.tools.analysis.show.tables import PART_NAMES, parts_of, rank_name
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from parallelize.tools.analysis.show.canvas import (
-    STYLE,
-    UNITS,
+from parallelize.base.pictures.html import document, figure, paragraph, scroll, section
+from parallelize.base.pictures.html import table as as_table
+from parallelize.base.pictures.svg import (
     WIDTH,
-    amount,
     axis_below,
     box,
     bytes_scale,
-    duration,
     legend,
-    percent,
     picture,
-    plural,
     shortened,
     text_at,
     text_width,
-    times,
 )
+from parallelize.base.terminal.numbers import UNITS, amount, duration, percent, plural, times
 from parallelize.tools.analysis.show.charts import draw_pipeline, draw_shards
 from parallelize.tools.analysis.show.explanation import Explanation, RankReport
 from parallelize.tools.analysis.show.memory_chart import draw_parts, draw_step, key, scale_of
@@ -55,15 +51,15 @@ def as_html(explanation: Explanation) -> str:
     """The page of one setting."""
     body = [
         f"<h1>{escape(explanation.model)}</h1>",
-        _paragraph(f"plan {explanation.plan}" + (f" ({explanation.plan_source})" if explanation.plan_source else "")),
+        paragraph(f"plan {explanation.plan}" + (f" ({explanation.plan_source})" if explanation.plan_source else "")),
         f"<p><code>{escape(explanation.setting)}</code><br/>{escape(size_note(explanation))}</p>",
         _cards(explanation),
-        _section("Memory", *_memory(explanation)),
-        _section("Time of a step " + _ESTIMATE, *_time(explanation)),
-        _section("What is sent", *_traffic(explanation)),
-        _section("Layouts of parameters over tp", *_parameters(explanation)),
-        _section("Single changes that would help", *_advice(explanation)),
-        _section("Assumptions and constants", *_assumptions(explanation)),
+        section("Memory", *_memory(explanation)),
+        section("Time of a step " + _ESTIMATE, *_time(explanation)),
+        section("What is sent", *_traffic(explanation)),
+        section("Layouts of parameters over tp", *_parameters(explanation)),
+        section("Single changes that would help", *_advice(explanation)),
+        section("Assumptions and constants", *_assumptions(explanation)),
     ]
     return _document(f"{explanation.model}: {explanation.setting}", body)
 
@@ -77,16 +73,16 @@ def compare_html(a: Explanation, b: Explanation) -> str:
             f"<p><b>{letter}</b> {escape(e.model)}, plan {escape(e.plan)}<br/><code>{escape(e.setting)}</code></p>"
             for letter, e in lettered
         ),
-        _section(
+        section(
             "Figures",
             _table(headline_difference(a, b)),
-            _paragraph(f"Memory is of the rank with the highest peak. {UNITS}."),
+            paragraph(f"Memory is of the rank with the highest peak. {UNITS}."),
         ),
-        _section("Memory", *_memory_of_both(a, b)),
-        _section("Pipelines " + _ESTIMATE, *_pipelines(a, b)) if _has_pipeline(a) or _has_pipeline(b) else "",
-        _section("What is sent", *_traffic_of_both(a, b)),
-        _section("Parameters with different layouts", *_layouts(a, b)),
-        *(_section(f"Assumptions of {letter}", *_assumptions(e)) for letter, e in lettered),
+        section("Memory", *_memory_of_both(a, b)),
+        section("Pipelines " + _ESTIMATE, *_pipelines(a, b)) if _has_pipeline(a) or _has_pipeline(b) else "",
+        section("What is sent", *_traffic_of_both(a, b)),
+        section("Parameters with different layouts", *_layouts(a, b)),
+        *(section(f"Assumptions of {letter}", *_assumptions(e)) for letter, e in lettered),
     ]
     return _document(f"{a.model}: {a.setting} | {b.setting}", body)
 
@@ -125,23 +121,23 @@ def _meter(fraction: float) -> str:
 def _memory(explanation: Explanation) -> Iterable[str]:
     top = scale_of(explanation)
     named = [(rank_name(explanation, rank), explanation, rank) for rank in explanation.ranks]
-    yield _figure(draw_parts(named), f"The parts of each rank's peak: {ranks_note(explanation)}.")
-    pictures = [_scroll(draw_step(explanation, rank, top)) for rank in explanation.ranks]
+    yield figure(draw_parts(named), f"The parts of each rank's peak: {ranks_note(explanation)}.")
+    pictures = [scroll(draw_step(explanation, rank, top)) for rank in explanation.ranks]
     caption = "Memory over one step. A backward frees what its forward saved; an action's moments are spread evenly."
-    yield _figure(key() + "".join(pictures), caption)
+    yield figure(key() + "".join(pictures), caption)
     yield _table(memory_table(explanation))
     routing = worst_routing_note(explanation)
     notes = [text for text in (recompute_note(explanation), routing, ranks_note(explanation), UNITS) if text]
-    yield _paragraph(". ".join(text[0].upper() + text[1:] for text in notes) + ".")
+    yield paragraph(". ".join(text[0].upper() + text[1:] for text in notes) + ".")
 
 
 def _time(explanation: Explanation) -> Iterable[str]:
     if _has_pipeline(explanation):
         timeline = explanation.time.timeline
-        picture = _scroll(draw_pipeline(timeline, f"pipeline, {timeline.name}"))
-        yield _figure(picture, "The pipeline's actions. Messages are not overlapped.")
+        picture = scroll(draw_pipeline(timeline, f"pipeline, {timeline.name}"))
+        yield figure(picture, "The pipeline's actions. Messages are not overlapped.")
     yield _table(time_table(explanation))
-    yield _paragraph(f"Time, {time_parts(explanation)}. Overlapped: everything is hidden that can be.")
+    yield paragraph(f"Time, {time_parts(explanation)}. Overlapped: everything is hidden that can be.")
 
 
 def _has_pipeline(explanation: Explanation) -> bool:
@@ -150,9 +146,9 @@ def _has_pipeline(explanation: Explanation) -> bool:
 
 def _traffic(explanation: Explanation) -> Iterable[str]:
     if not any(rank.totals for rank in explanation.ranks):
-        yield _paragraph("Nothing is sent: there is one rank.")
+        yield paragraph("Nothing is sent: there is one rank.")
         return
-    yield _figure(
+    yield figure(
         draw_traffic([(rank_name(explanation, rank), rank) for rank in explanation.ranks]),
         "Bytes that a rank sends over each axis.",
     )
@@ -175,15 +171,15 @@ def _parameters(explanation: Explanation) -> Iterable[str]:
         "Equal parameters once, each in its own proportions, dim 0 downwards. The shard of the first tp rank is filled."
     )
     if pictures:
-        yield _figure(f'<div class="tiles">{"".join(pictures)}</div>', caption)
+        yield figure(f'<div class="tiles">{"".join(pictures)}</div>', caption)
     if replicated:
-        yield _paragraph("Replicated vectors: " + ", ".join(replicated) + ".")
+        yield paragraph("Replicated vectors: " + ", ".join(replicated) + ".")
     yield _table(parameter_table(explanation))
 
 
 def _advice(explanation: Explanation) -> Iterable[str]:
     table = advice_table(explanation)
-    yield _table(table) if table.rows else _paragraph("No single change that was computed makes it clearly cheaper.")
+    yield _table(table) if table.rows else paragraph("No single change that was computed makes it clearly cheaper.")
 
 
 def _assumptions(explanation: Explanation) -> Iterable[str]:
@@ -199,7 +195,7 @@ def _assumptions(explanation: Explanation) -> Iterable[str]:
 
 def _memory_of_both(a: Explanation, b: Explanation) -> Iterable[str]:
     ranks = [(letter, e, rank) for letter, e in (("a", a), ("b", b)) for rank in e.ranks]
-    yield _figure(
+    yield figure(
         key() + draw_parts([(f"{letter}, {rank_name(e, rank)}", e, rank) for letter, e, rank in ranks]),
         f"The parts of each rank's peak: {amount(a.peak_bytes)} and {amount(b.peak_bytes)}, "
         f"{times(a.peak_bytes, b.peak_bytes)}.",
@@ -207,78 +203,44 @@ def _memory_of_both(a: Explanation, b: Explanation) -> Iterable[str]:
     top = scale_of(a, b)
     for letter, e in (("a", a), ("b", b)):
         caption = f"{letter}: memory over one step, of the rank with the highest peak."
-        yield _figure(_scroll(draw_step(e, largest(e), top)), caption)
+        yield figure(scroll(draw_step(e, largest(e), top)), caption)
 
 
 def _pipelines(a: Explanation, b: Explanation) -> Iterable[str]:
     end = max(a.time.timeline.makespan, b.time.timeline.makespan)
     for letter, e in (("a", a), ("b", b)):
         if _has_pipeline(e):
-            yield _figure(_scroll(draw_pipeline(e.time.timeline, f"{letter}: {e.time.timeline.name}", end)), "")
+            yield figure(scroll(draw_pipeline(e.time.timeline, f"{letter}: {e.time.timeline.name}", end)), "")
 
 
 def _traffic_of_both(a: Explanation, b: Explanation) -> Iterable[str]:
     table = axis_difference(a, b)
     if not table.rows:
-        yield _paragraph("Neither sends anything.")
+        yield paragraph("Neither sends anything.")
         return
     named = [(f"{letter}, {rank_name(e, largest(e))}", largest(e)) for letter, e in (("a", a), ("b", b))]
-    yield _figure(draw_traffic(named), "Bytes that the rank with the highest peak sends over each axis.")
-    yield _table(table) + _paragraph("The table is of the analyzed rank that sends most over each axis.")
+    yield figure(draw_traffic(named), "Bytes that the rank with the highest peak sends over each axis.")
+    yield _table(table) + paragraph("The table is of the analyzed rank that sends most over each axis.")
 
 
 def _layouts(a: Explanation, b: Explanation) -> Iterable[str]:
     table = layout_difference(a, b)
-    yield _table(table) if table.rows else _paragraph("Every parameter has the same layout in both.")
+    yield _table(table) if table.rows else paragraph("Every parameter has the same layout in both.")
 
 
-# -- HTML ---------------------------------------------------------------------------------------------------------
+# -- HTML -------------------------------------------------------------------------------------------------------------
 
 
 def _document(title: str, body: Sequence[str]) -> str:
-    screen = '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-    head = f'<meta charset="utf-8"/>{screen}<title>{escape(title)}</title>'
-    foot = _paragraph(
+    foot = paragraph(
         "Bytes and counts are computed from the code that runs. Times, tokens/s and MFU are estimates, not "
         "measurements."
     )
-    text = "\n".join([*(part for part in body if part), f"<footer>{foot}</footer>"])
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>\n<body>\n{text}\n</body></html>\n'
-    )
-
-
-def _section(title: str, *parts: str) -> str:
-    """title and parts are HTML."""
-    return f"<section><h2>{title}</h2>\n" + "\n".join(parts) + "\n</section>"
-
-
-def _paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
-
-
-def _figure(picture: str, caption: str) -> str:
-    figcaption = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f"<figure>{figcaption}{picture}</figure>" if picture else ""
-
-
-def _scroll(inner: str) -> str:
-    return f'<div class="scroll">{inner}</div>'
+    return document(title, [*body, f"<footer>{foot}</footer>"])
 
 
 def _table(table: Table) -> str:
-    """A cell that begins with spaces is a part of the one above, and is indented."""
-
-    def cells(row: tuple[str, ...], tag: str) -> str:
-        html = ""
-        for index, text in enumerate(row):
-            classes = [*(["n"] if index in table.numbers else []), *(["part"] if text.startswith("  ") else [])]
-            attribute = f' class="{" ".join(classes)}"' if classes else ""
-            html += f"<{tag}{attribute}>{escape(text.strip())}</{tag}>"
-        return f"<tr>{html}</tr>"
-
-    rows = "".join(cells(row, "td") for row in table.rows)
-    return _scroll(f"<table><thead>{cells(table.head, 'th')}</thead><tbody>{rows}</tbody></table>")
+    return as_table(table.head, table.rows, table.numbers)
 
 
 # -- traffic chart ---------------------------------------------------------------------------------------------------

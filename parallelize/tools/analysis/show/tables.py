@@ -7,17 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from parallelize.base.terminal.numbers import amount, count, duration, operations, percent, plural, shape, times
 from parallelize.tools.analysis.cost.memory import RankMemory
-from parallelize.tools.analysis.show.canvas import (
-    amount,
-    count,
-    duration,
-    operations,
-    percent,
-    plural,
-    shape,
-    times,
-)
 from parallelize.tools.analysis.show.explanation import AxisTotal, Explanation, MessageLine, ParameterLine, RankReport
 
 Row = tuple[str, ...]

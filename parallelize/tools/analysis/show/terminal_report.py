@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import wrap
 
-from parallelize.tools.analysis.show.canvas import UNITS, amount, percent
+from parallelize.base.terminal.numbers import UNITS, amount, percent
 from parallelize.tools.analysis.show.explanation import Explanation, ParameterLine, RankReport
 from parallelize.tools.analysis.show.tables import (
     SUMMED,

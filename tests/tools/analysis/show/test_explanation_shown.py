@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 
 from parallelize.axes.pipeline.schedules import build_schedule
 from parallelize.axes.pipeline.timeline import simulate
+from parallelize.base.pictures.svg import ticks
+from parallelize.base.terminal.numbers import amount, count, duration, times
 from parallelize.tools.analysis.explain import explain
-from parallelize.tools.analysis.show.canvas import amount, count, duration, ticks, times
 from parallelize.tools.analysis.show.charts import draw_pipeline
 from parallelize.tools.analysis.show.memory_chart import draw_step, scale_of, timed_moments
 from parallelize.tools.analysis.show.page import as_html, compare_html, draw_traffic

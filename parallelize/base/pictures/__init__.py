@@ -1,0 +1,1 @@
+"""Pictures and pages without a plotting package or scripts: SVG elements, one style sheet, HTML. Torch-free."""

@@ -284,27 +284,6 @@ def test_deferred_weight_gradients(sequence_parallel, recompute):
     run_ranks(2, body)
 
 
-@pytest.mark.variants(every=2)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_recompute(sequence_parallel, reentrant):
-    model, expected, data = prepared("llama", torch.float64)
-    models = [copy.deepcopy(model) for _ in range(2)]
-    ids, labels = data[0]
-
-    def body(rank: int) -> None:
-        planned = parallelize_module(
-            models[rank], build_mesh("cpu", tp=2), sequence_parallel=sequence_parallel, overlap="chunked"
-        )
-        planned.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        if reentrant:
-            planned.enable_input_require_grads()
-        loss_of(planned(input_ids=ids).logits, labels).backward()
-        assert worst(full_gradients(planned), expected["grads"])[0] < 1e-12
-
-    run_ranks(2, body)
-
-
 def test_a_failure_in_a_forward_and_then_a_step():
     model, expected, data = prepared("llama", torch.float64)
     models = [copy.deepcopy(model) for _ in range(2)]

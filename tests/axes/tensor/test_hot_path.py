@@ -129,19 +129,6 @@ def test_hooks_flags_buffers_and_attributes_are_kept():
     run_ranks(2, body)
 
 
-def test_double_backward_is_refused_by_name():
-    _, models = pair()
-
-    def body(rank):
-        parallelize_module(models[rank], build_mesh("cpu", tp=2))
-        ids, labels = tiny_batch()
-        with pytest.raises(ModelError) as error:
-            loss_of(models[rank](input_ids=ids).logits, labels).backward(create_graph=True)
-        assert error.value.slugs == ("double-backward",)
-
-    run_ranks(2, body)
-
-
 def test_applying_twice_is_refused():
     _, models = pair()
 

@@ -42,20 +42,13 @@ def check(family: str, tp: int, mode: tuple[bool, bool], dtype: torch.dtype = to
         compare(actual, expected, dtype)
 
 
-@pytest.mark.variants(every=30)
+@pytest.mark.variants(every=36)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float64(family, tp, mode):
-    check(family, tp, mode)
-
-
-@pytest.mark.variants(every=44)
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_float32(family, tp, mode):
-    check(family, tp, mode, torch.float32)
+def test_every_family(family, tp, mode, dtype):
+    check(family, tp, mode, dtype)
 
 
 @pytest.mark.variants(every=8)

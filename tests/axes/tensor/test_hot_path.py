@@ -129,18 +129,6 @@ def test_hooks_flags_buffers_and_attributes_are_kept():
     run_ranks(2, body)
 
 
-def test_applying_twice_is_refused():
-    _, models = pair()
-
-    def body(rank):
-        parallelize_module(models[rank], build_mesh("cpu", tp=2))
-        with pytest.raises(ModelError) as error:
-            parallelize_module(models[rank], build_mesh("cpu", tp=2))
-        assert error.value.slugs == ("already-parallelized",)
-
-    run_ranks(2, body)
-
-
 def test_optimizers_that_mix_elements_are_refused():
     with pytest.raises(ModelError) as error:
         local_optimizer(torch.optim.LBFGS([nn.Parameter(torch.zeros(2))]))
@@ -244,18 +232,6 @@ def test_checkpoint_of_a_plain_block():
 
     for actual in run_ranks(2, body):
         assert worst(actual, grads(model))[0] < 1e-12
-
-
-def test_hidden_states_inside_the_region_are_refused():
-    _, models = pair("llama")
-
-    def body(rank):
-        parallelize_module(models[rank], build_mesh("cpu", tp=2), sequence_parallel=True)
-        with pytest.raises(ModelError) as error:
-            models[rank](input_ids=tiny_batch()[0], output_hidden_states=True)
-        assert error.value.slugs == ("hidden-states-are-shards",)
-
-    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -14,11 +14,6 @@ ALGORITHMS = [{"overlap": "off"}, {"overlap": "chunked", "chunks": 3}]
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_two_ranks_equal_the_unsharded_linear(two_processes, op):
-    two_processes.run(overlap_jobs.equal_unsharded, op, ALGORITHMS)
-
-
-@pytest.mark.parametrize("op", OPS)
 def test_four_ranks_equal_the_unsharded_linear(four_processes, op):
     four_processes.run(overlap_jobs.equal_unsharded, op, ALGORITHMS)
 

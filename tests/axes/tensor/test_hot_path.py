@@ -108,6 +108,25 @@ def test_recompute_with_two_lengths_alive():
         assert worst(actual, grads(model))[0] < 1e-12
 
 
+def test_a_copy_is_independent():
+    model, models = pair()
+    step(model)
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
+        step(models[rank], 3)
+        twin = copy.deepcopy(models[rank])
+        with torch.no_grad():
+            for parameter in models[rank].parameters():
+                parameter.zero_()
+        twin.zero_grad()
+        step(twin)
+        return full_gradients(twin)
+
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
+
+
 def test_hooks_flags_buffers_and_attributes_are_kept():
     _, models = pair()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.models import FAMILIES, tiny_batch, tiny_model
-from tests.support.parity import compare, planned_run, reference_run
+from tests.support.parity import compare, planned_run, reference_run, worst
 from tests.support.threads import run_ranks
 
 VOCAB = 67
@@ -85,3 +85,17 @@ def test_more_ranks_than_rows_leaves_empty_shards():
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_eight_ranks(mode):
     check("llama", 8, mode)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_bfloat16_stays_within_its_epsilon(family):
+    """Both runs round at every op; they may differ by a few epsilons of the largest value, times the depth."""
+    model, expected, data = prepared(family, torch.bfloat16)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    epsilon, roundings = 2.0**-8, 16
+    for actual in run_ranks(2, lambda r: planned_run(models[r], 2, data, steps=0, sequence_parallel=True)):
+        assert worst({"": actual["logits"].float()}, {"": expected["logits"].float()})[0] <= roundings * epsilon
+        exact = {n: g.float() for n, g in prepared(family, torch.float32)[1]["grads"].items()}
+        ours = worst({n: g.float() for n, g in actual["grads"].items()}, exact)[0]
+        theirs = worst({n: g.float() for n, g in expected["grads"].items()}, exact)[0]
+        assert ours <= 2 * theirs + roundings * epsilon

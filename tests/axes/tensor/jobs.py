@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,114 +15,7 @@ from parallelize import build_mesh, full_gradients, full_parameter, load_plan, p
 from parallelize.base.errors import ParallelizeError
 from parallelize.plan.styles.notation import parse_style
 from tests.support.models import tiny_batch, tiny_model
-from tests.support.parity import compare, loss_of, planned_run, reference_run, worst
-
-
-def parity(rank: int, family: str, tp: int, options: dict[str, Any]) -> None:
-    """A planned model on the first `tp` ranks equals the unsharded one."""
-    model = tiny_model(family, torch.float64)
-    data = [tiny_batch(seed=1), tiny_batch(seed=2)]
-    compare(planned_run(copy.deepcopy(model), tp, data, **options), reference_run(model, data), torch.float64)
-
-
-class Broken:
-    """Breaks one collective, as a careless change would."""
-
-    def __init__(self, name: str, how: str):
-        self.name, self.how = name, how
-
-    def __enter__(self) -> None:
-        from parallelize.comm.groups import Group
-        from parallelize.ops import collectives
-
-        if self.name == "boundary all_reduce":
-            self.real, collectives.blocking = collectives.blocking, SimpleNamespace(all_reduce=self._all_reduce)
-            return
-        self.real = getattr(Group, self.name)
-        real, how = self.real, self.how
-
-        def broken(group: Any, x: torch.Tensor, *args: Any) -> Any:
-            if how == "dropped":
-                return _alone(group, x, real.__name__)
-            out = real(group, x, *args)
-            if how == "doubled":
-                again = real(group, x, *args)
-                return again if out is None else out + out
-            if how == "scaled" and x.is_floating_point():
-                (x if out is None else out).mul_(0.5)
-            return out
-
-        setattr(Group, self.name, broken)
-
-    def _all_reduce(self, x: torch.Tensor, pg: Any) -> None:
-        for _ in range({"dropped": 0, "doubled": 2, "scaled": 1}[self.how]):
-            dist.all_reduce(x, group=pg)
-        if self.how == "scaled":
-            x.mul_(0.5)
-
-    def __exit__(self, *_: Any) -> None:
-        from parallelize.comm.groups import Group
-        from parallelize.ops import collectives
-
-        if self.name == "boundary all_reduce":
-            collectives.blocking = self.real
-        else:
-            setattr(Group, self.name, self.real)
-
-
-def _alone(group: Any, x: torch.Tensor, collective: str) -> torch.Tensor | None:
-    """What a rank has when nothing is sent, in the shape that was asked for."""
-    if collective == "all_gather":
-        return torch.stack([x] * group.size)
-    return x.chunk(group.size)[group.rank].contiguous() if collective == "reduce_scatter" else None
-
-
-def largest_error(rank: int, family: str, options: dict[str, Any], broken: tuple[str, str] | None) -> float:
-    """Largest relative error of loss and gradients, with one collective broken."""
-    model = tiny_model(family, torch.float64)
-    ids, labels = tiny_batch(length=8)
-    reference = copy.deepcopy(model)
-    loss = loss_of(reference(input_ids=ids).logits, labels)
-    loss.backward()
-    expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-    mesh = build_mesh("cpu", tp=dist.get_world_size())
-    parallelize_module(model, mesh, **options)
-    context = Broken(*broken) if broken else _Nothing()
-    with context:
-        ours = loss_of(model(input_ids=ids).logits, labels)
-        ours.backward()
-    grads = full_gradients(model)
-    return max(worst(grads, expected)[0], worst({"": ours.detach()}, {"": loss.detach()})[0])
-
-
-def wrong_axis(rank: int) -> float:
-    """Gradients reduced over dp where tp is meant."""
-    model = tiny_model("llama", torch.float64)
-    ids, labels = tiny_batch(length=8)
-    reference = copy.deepcopy(model)
-    loss_of(reference(input_ids=ids).logits, labels).backward()
-    mesh = build_mesh("cpu", dp=2, tp=2)
-    parallelize_module(model, mesh, own_reduction=True)
-    from parallelize.comm.groups import Group
-
-    other = mesh.get_group("dp")
-    real = Group.all_reduce
-    Group.all_reduce = lambda self, x, *a: dist.all_reduce(x, *a, group=other)
-    from parallelize.ops import collectives
-
-    blocking = collectives.blocking
-    collectives.blocking = SimpleNamespace(all_reduce=lambda x, pg: dist.all_reduce(x, group=other))
-    try:
-        loss_of(model(input_ids=ids).logits, labels).backward()
-    finally:
-        Group.all_reduce, collectives.blocking = real, blocking
-    return worst(full_gradients(model), {n: p.grad for n, p in reference.named_parameters()})[0]
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: Any) -> None: ...
-
+from tests.support.parity import loss_of, worst
 
 ERROR_RAISED = "the rank that is there has raised its error"
 

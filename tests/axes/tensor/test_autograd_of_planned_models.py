@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,9 +64,10 @@ def test_a_second_derivative_is_refused():
         net = planned(models, rank, sequence_parallel=False, loss_parallel=False)
         embeds = torch.randn(2, 5, 48, dtype=torch.float64, requires_grad=True)
         out = net(inputs_embeds=embeds).logits.square().sum()
-        with pytest.raises(ModelError) as error:
-            torch.autograd.grad(out, embeds, create_graph=True)
-        assert error.value.slugs == ("double-backward",)
+        for differentiate in (partial(torch.autograd.grad, out, embeds), out.backward):
+            with pytest.raises(ModelError) as error:
+                differentiate(create_graph=True, retain_graph=True)
+            assert error.value.slugs == ("double-backward",)
 
     run_ranks(2, body)
 

@@ -13,11 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from parallelize import (
     ModelError,
-    accumulate_gradients,
     build_mesh,
     clip_grad_norm_,
     full_gradients,
-    full_parameter,
     local_optimizer,
     parallelize_module,
     shard_info,
@@ -62,22 +60,6 @@ def test_gradients_are_finished_dtensors_right_after_backward():
         assert worst(actual, grads(model))[0] < 1e-12
 
 
-def test_accumulation_runs_pending_reductions_once():
-    model, models = pair(num_key_value_heads=1)
-    for seed in range(3):
-        step(model, seed)
-
-    def body(rank):
-        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
-        with accumulate_gradients(models[rank]):
-            for seed in range(3):
-                step(models[rank], seed)
-        return full_gradients(models[rank])
-
-    for actual in run_ranks(2, body):
-        assert worst(actual, grads(model))[0] < 1e-12
-
-
 def test_a_failed_backward_leaves_nothing_behind():
     model, models = pair()
     step(model, 2)
@@ -91,24 +73,6 @@ def test_a_failed_backward_leaves_nothing_behind():
             loss_of(models[rank](inputs_embeds=embeds).logits, labels).backward()
         models[rank].zero_grad()
         step(models[rank], 2)
-        return full_gradients(models[rank])
-
-    for actual in run_ranks(2, body):
-        assert worst(actual, grads(model))[0] < 1e-12
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("length", [8, 9])
-def test_recompute(reentrant, length):
-    model, models = pair()
-    step(model, length=length)
-
-    def body(rank):
-        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
-        models[rank].gradient_checkpointing_enable({"use_reentrant": reentrant})
-        if reentrant:
-            models[rank].enable_input_require_grads()
-        step(models[rank], length=length)
         return full_gradients(models[rank])
 
     for actual in run_ranks(2, body):
@@ -139,32 +103,6 @@ def test_recompute_with_two_lengths_alive():
             two(models[rank], (7, 8))
         assert error.value.slugs == ("ambiguous-sequence",)
         return gradients
-
-    for actual in run_ranks(2, body):
-        assert worst(actual, grads(model))[0] < 1e-12
-
-
-def test_to_another_dtype_and_back_and_freezing_later():
-    model, models = pair()
-
-    def change(net):
-        net.float()
-        net.double()
-        net.model.norm.weight.requires_grad_(False)
-        net.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-        step(net)
-        net.model.norm.weight.requires_grad_(True)
-        step(net, 2)
-
-    change(model)
-
-    def body(rank):
-        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
-        step(models[rank])
-        models[rank].zero_grad()
-        change(models[rank])
-        assert all(isinstance(p, DTensor) for p in models[rank].parameters())
-        return full_gradients(models[rank])
 
     for actual in run_ranks(2, body):
         assert worst(actual, grads(model))[0] < 1e-12
@@ -208,96 +146,6 @@ def test_hooks_flags_buffers_and_attributes_are_kept():
         assert all(torch.equal(b, buffers[n]) for n, b in net.named_buffers())
 
     run_ranks(2, body)
-
-
-def test_double_backward_is_refused_by_name():
-    _, models = pair()
-
-    def body(rank):
-        parallelize_module(models[rank], build_mesh("cpu", tp=2))
-        ids, labels = tiny_batch()
-        with pytest.raises(ModelError) as error:
-            loss_of(models[rank](input_ids=ids).logits, labels).backward(create_graph=True)
-        assert error.value.slugs == ("double-backward",)
-
-    run_ranks(2, body)
-
-
-def test_applying_twice_is_refused():
-    _, models = pair()
-
-    def body(rank):
-        parallelize_module(models[rank], build_mesh("cpu", tp=2))
-        with pytest.raises(ModelError) as error:
-            parallelize_module(models[rank], build_mesh("cpu", tp=2))
-        assert error.value.slugs == ("already-parallelized",)
-
-    run_ranks(2, body)
-
-
-OPTIMIZERS = [
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    (torch.optim.Adam, {"lr": 0.1, "foreach": True}),
-    (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
-    (torch.optim.NAdam, {"lr": 0.1}),
-    (torch.optim.RAdam, {"lr": 0.1}),
-    (torch.optim.Adamax, {"lr": 0.1}),
-    (torch.optim.ASGD, {"lr": 0.1}),
-    (torch.optim.Adagrad, {"lr": 0.1}),
-    (torch.optim.Adadelta, {"lr": 0.1}),
-    (torch.optim.RMSprop, {"lr": 0.1}),
-    (torch.optim.Rprop, {"lr": 0.1}),
-]
-
-
-@pytest.mark.variants(every=3)
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=[k.__name__ for k, _ in OPTIMIZERS])
-def test_local_optimizer(kind, options):
-    """Given the same gradients, equal to the optimizer on the unsharded model; state is DTensors outside a step."""
-    model, models = pair("phi3", num_key_value_heads=1)
-    generator = torch.Generator().manual_seed(0)
-    steps = [
-        {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in model.named_parameters()}
-        for _ in range(3)
-    ]
-    plain = kind(model.parameters(), **options)
-    for number, gradients in enumerate(steps):
-        for name, parameter in model.named_parameters():
-            parameter.grad = gradients[name].clone()
-        plain.step()
-        if number == 1:
-            state = copy.deepcopy(plain.state_dict())
-            plain = kind(model.parameters(), **options)
-            plain.load_state_dict(state)
-
-    def body(rank):
-        from parallelize.state.records import require_record
-        from parallelize.state.sharding import reshard_like, rows_by_name
-
-        net = models[rank]
-        parallelize_module(net, build_mesh("cpu", tp=2))
-        record = require_record(net)
-        optimizer = local_optimizer(kind(net.parameters(), **options))
-        for number, gradients in enumerate(steps):
-            for name, parameter in net.named_parameters():
-                row = rows_by_name(record)[name]
-                parameter.grad = reshard_like(gradients[name], row.layout, parameter)
-            optimizer.step()
-            assert all(isinstance(p, DTensor) for g in optimizer.param_groups for p in g["params"])
-            if number == 1:  # state goes out and comes in again as DTensors
-                state = copy.deepcopy(optimizer.state_dict())
-                states = [
-                    v for s in state["state"].values() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim
-                ]
-                assert states and all(isinstance(v, DTensor) for v in states)
-                optimizer = local_optimizer(kind(net.parameters(), **options))
-                optimizer.load_state_dict(state)
-            optimizer.zero_grad()
-        return {name: full_parameter(net, name).detach() for name, _ in net.named_parameters()}
-
-    expected = {n: p.detach() for n, p in model.named_parameters()}
-    for actual in run_ranks(2, body):
-        assert worst(actual, expected)[0] < 1e-12
 
 
 def test_optimizers_that_mix_elements_are_refused():
@@ -403,43 +251,6 @@ def test_checkpoint_of_a_plain_block():
 
     for actual in run_ranks(2, body):
         assert worst(actual, grads(model))[0] < 1e-12
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-def test_decoding_with_a_cache(family):
-    """A prompt under sequence parallelism, then one token at a time with it off: the unsharded model's logits."""
-    model, models = pair(family)
-    ids = tiny_batch(length=9)[0]
-
-    def decode(net):
-        logits, cache, tokens = [], None, ids
-        with torch.no_grad():
-            for _ in range(4):
-                out = net(input_ids=tokens, past_key_values=cache, use_cache=True)
-                cache, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
-                logits.append(out.logits[:, -1])
-        return torch.stack(logits), cache.layers[0].keys.shape[1]
-
-    expected, heads = decode(model)
-
-    def body(rank):
-        parallelize_module(models[rank], build_mesh("cpu", tp=2), sequence_parallel=True)
-        return decode(models[rank])
-
-    for actual, local_heads in run_ranks(2, body):
-        assert worst({"": actual}, {"": expected})[0] < 1e-12 and local_heads == heads // 2
-
-
-def test_hidden_states_inside_the_region_are_refused():
-    _, models = pair("llama")
-
-    def body(rank):
-        parallelize_module(models[rank], build_mesh("cpu", tp=2), sequence_parallel=True)
-        with pytest.raises(ModelError) as error:
-            models[rank](input_ids=tiny_batch()[0], output_hidden_states=True)
-        assert error.value.slugs == ("hidden-states-are-shards",)
-
-    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -68,16 +68,19 @@ def test_what_cannot_be_planned_is_refused_by_name():
 
     def body(rank):
         net = planned(models, rank)
-        with pytest.raises(ParallelizeError) as error:
-            parallelize_module(
-                nn.ModuleDict({"model": net.model}), build_mesh("cpu", tp=2), {"model.norm": "replicate"}
-            )
-        assert error.value.slugs[0] == "already-parallelized"
+        for again, plan in ((net, None), (nn.ModuleDict({"model": net.model}), {"model.norm": "replicate"})):
+            with pytest.raises(ParallelizeError) as error:
+                parallelize_module(again, build_mesh("cpu", tp=2), plan)
+            assert error.value.slugs[0] == "already-parallelized"
         with pytest.raises(ModelError, match="other-data-parallel"):
             nn.parallel.DistributedDataParallel(net)
-        with pytest.raises(ModelError) as error:
-            net(input_ids=tiny_batch()[0], output_attentions=True)
-        assert error.value.slugs == ("attentions-are-shards",)
+        for option, slug in (
+            ("output_attentions", "attentions-are-shards"),
+            ("output_hidden_states", "hidden-states-are-shards"),
+        ):
+            with pytest.raises(ModelError) as error:
+                net(input_ids=tiny_batch()[0], **{option: True})
+            assert error.value.slugs == (slug,)
 
     run_ranks(2, body)
 

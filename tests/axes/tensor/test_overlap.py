@@ -138,6 +138,29 @@ def gradients(model: nn.Module, x: torch.Tensor, steps: int = 2) -> tuple[torch.
     return out.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+# overlap is predicted to be faster everywhere
+FAST = LinkProfile(latency_us=0.0, bytes_per_s=1e6, flops=1e6, step_us=0.0, hidden={"chunked": 1.0})
+
+
+def on_ranks(model: nn.Module, body: Any, ranks: int = 2, profile: LinkProfile | None = None, **options: Any) -> None:
+    """`body(planned copy of a stack)` on every rank."""
+    models = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def run(rank: int) -> None:
+        mesh = build_mesh("cpu", tp=ranks)
+        if profile is not None:
+            calibrate(mesh, torch.float64, profile)
+        body(parallelize_module(models[rank], mesh, STACK_PLAN, **{"overlap": "chunked", **options}))
+
+    run_ranks(ranks, run)
+
+
+def check_steps(planned: nn.Module, x: torch.Tensor, expected: tuple[torch.Tensor, dict], steps: int = 2) -> None:
+    actual, _ = gradients(planned, x, steps)
+    assert worst({"": actual}, {"": expected[0]})[0] < 1e-12
+    assert worst(full_gradients(planned), expected[1])[0] < 1e-12
+
+
 HOWS = [
     "derives another input",
     "calls one without gradients",
@@ -154,23 +177,12 @@ HOWS = [
 @pytest.mark.parametrize("how", HOWS)
 def test_a_block_that(how, sequence_parallel):
     model, x = stack(how)
-    models = [copy.deepcopy(model) for _ in range(2)]
-    out, expected = gradients(model, x, 3)
-
-    def body(rank: int) -> None:
-        overlap = "auto" if how == "derives another input" else "chunked"
-        calibrate(build_mesh("cpu", tp=2), torch.float64, FAST)
-        options = {"sequence_parallel": sequence_parallel, "overlap": overlap}
-        parallelize_module(models[rank], build_mesh("cpu", tp=2), STACK_PLAN, **options)
-        actual, _ = gradients(models[rank], x, 3)
-        assert worst({"": actual}, {"": out})[0] < 1e-12
-        assert worst(full_gradients(models[rank]), expected)[0] < 1e-12
-
-    run_ranks(2, body)
-
-
-# overlap is predicted to be faster everywhere
-FAST = LinkProfile(latency_us=0.0, bytes_per_s=1e6, flops=1e6, step_us=0.0, hidden={"chunked": 1.0})
+    expected = gradients(copy.deepcopy(model), x, 3)
+    options = {
+        "sequence_parallel": sequence_parallel,
+        "overlap": "auto" if how == "derives another input" else "chunked",
+    }
+    on_ranks(model, lambda planned: check_steps(planned, x, expected, 3), profile=FAST, **options)
 
 
 @pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
@@ -178,38 +190,31 @@ FAST = LinkProfile(latency_us=0.0, bytes_per_s=1e6, flops=1e6, step_us=0.0, hidd
 def test_a_block_that_writes_to_its_input(sequence_parallel, inference):
     """Its matmuls ran before the write: their results are not used."""
     model, x = stack("writes to its input")
-    models = [copy.deepcopy(model) for _ in range(2)]
     with torch.no_grad():
         expected = model(x)
 
-    def body(rank: int) -> None:
-        options = {"sequence_parallel": sequence_parallel, "overlap": "chunked"}
-        parallelize_module(models[rank], build_mesh("cpu", tp=2), STACK_PLAN, **options)
+    def body(planned: nn.Module) -> None:
         with inference():
-            assert (models[rank](x) - expected).abs().max() < 1e-12
+            assert (planned(x) - expected).abs().max() < 1e-12
 
-    run_ranks(2, body)
+    on_ranks(model, body, sequence_parallel=sequence_parallel)
 
 
 def test_linears_that_never_read_the_block_input_are_an_error():
     model, x = stack("derives another input")
-    models = [copy.deepcopy(model) for _ in range(2)]
 
-    def body(rank: int) -> None:
-        parallelize_module(models[rank], build_mesh("cpu", tp=2), STACK_PLAN, sequence_parallel=True, overlap="chunked")
+    def body(planned: nn.Module) -> None:
         with pytest.raises(ModelError, match=r"(?s)overlap-unused.*layers\.0\.mlp.*none of its linears.*overlap=off"):
-            models[rank](x)
+            planned(x)
 
-    run_ranks(2, body)
+    on_ranks(model, body, sequence_parallel=True)
 
 
 def test_a_matmul_whose_result_is_never_read_is_not_run_forever():
     """A linear that is skipped three times in a row is left to itself; a block skipped once is not an error."""
     model, x = stack("as usual")
-    models = [copy.deepcopy(model) for _ in range(2)]
 
-    def body(rank: int) -> None:
-        planned = parallelize_module(models[rank], build_mesh("cpu", tp=2), STACK_PLAN, overlap="chunked")
+    def body(planned: Any) -> None:
         planned(x)
         for _ in range(3):
             planned.layers[0].mlp.how = "derives another input"
@@ -220,26 +225,20 @@ def test_a_matmul_whose_result_is_never_read_is_not_run_forever():
         planned.layers[0].mlp.how = "as usual"
         assert (planned(x) - model(x)).abs().max() < 1e-12
 
-    run_ranks(2, body)
+    on_ranks(model, body)
 
 
 @pytest.mark.parametrize("tp", [3, 4])
 def test_auto_with_uneven_widths(tp):
     """Ranks with other widths choose alike: 9 over 4 leaves the last rank nothing."""
     model, x = stack("as usual", inner=9)
-    models = [copy.deepcopy(model) for _ in range(tp)]
-    out, expected = gradients(model, x)
+    expected = gradients(copy.deepcopy(model), x)
 
-    def body(rank: int) -> None:
-        mesh = build_mesh("cpu", tp=tp)
-        calibrate(mesh, torch.float64, FAST)
-        parallelize_module(models[rank], mesh, STACK_PLAN, sequence_parallel=True, overlap="auto")
-        actual, _ = gradients(models[rank], x)
-        assert worst({"": actual}, {"": out})[0] < 1e-12
-        assert worst(full_gradients(models[rank]), expected)[0] < 1e-12
-        assert all(fused == calls for calls, fused in overlap_counts(models[rank]).values())
+    def body(planned: nn.Module) -> None:
+        check_steps(planned, x, expected)
+        assert all(fused == calls for calls, fused in overlap_counts(planned).values())
 
-    run_ranks(tp, body)
+    on_ranks(model, body, tp, FAST, sequence_parallel=True, overlap="auto")
 
 
 def test_auto_of_a_call_with_uneven_widths():
@@ -279,27 +278,6 @@ def test_deferred_weight_gradients(sequence_parallel, recompute):
         assert len(deferred) > 0 and planned.model.layers[0].self_attn.k_proj.weight.grad is None
         deferred.compute()
         assert len(deferred) == 0
-        assert worst(full_gradients(planned), expected["grads"])[0] < 1e-12
-
-    run_ranks(2, body)
-
-
-@pytest.mark.variants(every=2)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_recompute(sequence_parallel, reentrant):
-    model, expected, data = prepared("llama", torch.float64)
-    models = [copy.deepcopy(model) for _ in range(2)]
-    ids, labels = data[0]
-
-    def body(rank: int) -> None:
-        planned = parallelize_module(
-            models[rank], build_mesh("cpu", tp=2), sequence_parallel=sequence_parallel, overlap="chunked"
-        )
-        planned.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        if reentrant:
-            planned.enable_input_require_grads()
-        loss_of(planned(input_ids=ids).logits, labels).backward()
         assert worst(full_gradients(planned), expected["grads"])[0] < 1e-12
 
     run_ranks(2, body)
@@ -388,13 +366,13 @@ def test_overlap_that_cannot_be_is_an_error_before_anything_changes():
 
 
 def test_one_rank_has_nothing_to_overlap():
-    def body(rank: int) -> None:
-        model, x = stack("as usual")
-        expected = model(x)
-        parallelize_module(model, build_mesh("cpu", tp=1), STACK_PLAN, sequence_parallel=True, overlap="chunked")
-        assert torch.equal(model(x), expected)
+    model, x = stack("as usual")
+    expected = model(x)
 
-    run_ranks(1, body)
+    def body(planned: nn.Module) -> None:
+        assert torch.equal(planned(x), expected)
+
+    on_ranks(model, body, ranks=1, sequence_parallel=True)
 
 
 def test_a_given_profile_decides_and_is_kept():
@@ -429,75 +407,53 @@ def halve(module: nn.Module, args: tuple) -> None:
 def test_a_weight_that_a_hook_changes_before_its_linear_runs(sequence_parallel):
     """The matmul ran with the old weight: its result is not used."""
     model, x = stack("as usual")
-    models = [copy.deepcopy(model) for _ in range(2)]
-    model.layers[0].mlp.a.register_forward_pre_hook(halve)
+    halved = copy.deepcopy(model)
+    halved.layers[0].mlp.a.register_forward_pre_hook(halve)
     with torch.no_grad():
-        expected = model(x)
+        expected = halved(x)
 
-    def body(rank: int) -> None:
-        options = {"sequence_parallel": sequence_parallel, "overlap": "chunked"}
-        planned = parallelize_module(models[rank], build_mesh("cpu", tp=2), STACK_PLAN, **options)
+    def body(planned: Any) -> None:
         planned.layers[0].mlp.a.register_forward_pre_hook(halve)
         with torch.no_grad():
             assert (planned(x) - expected).abs().max() < 1e-12
 
-    run_ranks(2, body)
+    on_ranks(model, body, sequence_parallel=sequence_parallel)
 
 
 def test_training_a_block_that_writes_to_its_input():
     """No result is read, so none of what was saved for them is needed."""
     model, x = stack("writes to its input")
-    models = [copy.deepcopy(model) for _ in range(2)]
-    out, expected = gradients(model, x, 1)
-
-    def body(rank: int) -> None:
-        options = {"sequence_parallel": True, "overlap": "chunked"}
-        planned = parallelize_module(models[rank], build_mesh("cpu", tp=2), STACK_PLAN, **options)
-        actual, _ = gradients(planned, x, 1)
-        assert worst({"": actual}, {"": out})[0] < 1e-12
-        assert worst(full_gradients(planned), expected)[0] < 1e-12
-
-    run_ranks(2, body)
+    expected = gradients(copy.deepcopy(model), x, 1)
+    on_ranks(model, lambda planned: check_steps(planned, x, expected, 1), sequence_parallel=True)
 
 
 def test_counts_and_misses_stay_true():
     """Auto that chose sync counts nothing as overlapped; a linear that is left alone stays so."""
     model, x = stack("derives another input")
-    models = [copy.deepcopy(model) for _ in range(2)]
-    slow = replace(FAST, hidden={})
 
-    def body(rank: int) -> None:
-        mesh = build_mesh("cpu", tp=2)
-        for profile in (slow, FAST):
-            calibrate(mesh, torch.float64, profile)
-            planned = parallelize_module(
-                copy.deepcopy(models[rank]), mesh, STACK_PLAN, sequence_parallel=True, overlap="auto"
-            )
-            for _ in range(6):
-                planned(x)
-            counts = overlap_counts(planned)
-            assert all(0 <= fused <= calls == 6 for calls, fused in counts.values())
-            assert counts["layers.0.mlp"] == (6, 0)
-            assert planned.layers[0].mlp._applied.planned.overlap.misses == [3, 3]
+    def body(planned: Any) -> None:
+        for _ in range(6):
+            planned(x)
+        counts = overlap_counts(planned)
+        assert all(0 <= fused <= calls == 6 for calls, fused in counts.values())
+        assert counts["layers.0.mlp"] == (6, 0)
+        assert planned.layers[0].mlp._applied.planned.overlap.misses == [3, 3]
 
-    run_ranks(2, body)
+    for profile in (replace(FAST, hidden={}), FAST):
+        on_ranks(model, body, profile=profile, sequence_parallel=True, overlap="auto")
 
 
 def test_a_profile_given_later_counts():
     model, x = stack("as usual")
-    models = [copy.deepcopy(model) for _ in range(2)]
 
-    def body(rank: int) -> None:
-        mesh = build_mesh("cpu", tp=2)
-        calibrate(mesh, torch.float64, replace(FAST, hidden={}))
-        planned = parallelize_module(models[rank], mesh, STACK_PLAN, sequence_parallel=True, overlap="auto")
+    def body(planned: nn.Module) -> None:
         planned(x)
         assert set(overlap_counts(planned, reset=True).values()) == {(1, 0)}
-        calibrate(mesh, torch.float64, FAST)
+        calibrate(build_mesh("cpu", tp=2), torch.float64, FAST)
         planned(x)
         assert set(overlap_counts(planned).values()) == {(1, 1)}
 
-    run_ranks(2, body)
+    on_ranks(model, body, profile=replace(FAST, hidden={}), sequence_parallel=True, overlap="auto")
 
 
 def test_a_rule_that_asks_for_what_it_cannot_have():

@@ -5,31 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.axes.tensor import jobs, overlap_jobs
+from tests.axes.tensor import overlap_jobs
 from tests.support import device
 from tests.support.linears import OPS
-from tests.support.models import FAMILIES
 
 pytestmark = pytest.mark.processes
 ALGORITHMS = [{"overlap": "off"}, {"overlap": "chunked", "chunks": 3}]
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_two_ranks_equal_the_unsharded_linear(two_processes, op):
-    two_processes.run(overlap_jobs.equal_unsharded, op, ALGORITHMS)
-
-
-@pytest.mark.parametrize("op", OPS)
 def test_four_ranks_equal_the_unsharded_linear(four_processes, op):
     four_processes.run(overlap_jobs.equal_unsharded, op, ALGORITHMS)
-
-
-@pytest.mark.variants(every=16)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_planned_models(two_processes, family, sequence_parallel):
-    options = {"sequence_parallel": sequence_parallel, "loss_parallel": sequence_parallel, "overlap": "chunked"}
-    two_processes.run(jobs.parity, family, 2, options)
 
 
 @pytest.mark.variants(every=2)

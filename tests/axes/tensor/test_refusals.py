@@ -1,13 +1,11 @@
-"""Mistakes with tensor parallelism, PyTorch's style objects, parameters, embeddings and logits, each by its slug."""
+"""Mistakes with tensor parallelism, PyTorch's style objects, parameters and embeddings, each by its slug."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -21,7 +19,6 @@ from parallelize import (
     PrepareModuleOutput,
     RowwiseParallel,
     ShapeError,
-    ShardedLogits,
     accumulate_gradients,
     all_gather_linear,
     describe_plan,
@@ -228,30 +225,3 @@ def test_deferred_gradients_of_dtensors():
         weight = DTensor.from_local(torch.randn(5, WIDTH), mesh, [Shard(0)])
         with refused(ShapeError, "cannot-defer", "all_gather_linear", "pass local tensors"):
             all_gather_linear(rows, weight, dim=1, deferred=DeferredGradients())
-
-
-# -- logits ------------------------------------------------------------------------------------------------------------
-
-VOCABULARY = 10
-TARGETS = torch.zeros(6, dtype=torch.long)
-MISREAD: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "argmax": (lambda logits: logits.argmax(-1), "argmax"),
-    "a mask over the vocabulary": (lambda logits: logits + torch.ones(VOCABULARY), "[10]"),
-    "a view across tokens": (lambda logits: logits.view(2, 30), "[2, 30]"),
-    "a view of a number of rows": (lambda logits: logits.view(5, -1), "[5, -1]"),
-    "a flatten": (lambda logits: logits.flatten(), "flatten"),
-    "one column": (lambda logits: logits[..., 3], "along the vocabulary"),
-    "an old argument": (lambda logits: F.cross_entropy(logits[0], TARGETS[:3], size_average=False), "size_average"),
-}
-
-
-@pytest.mark.parametrize("name", MISREAD)
-def test_what_would_misread_sharded_logits(name):
-    misread, named = MISREAD[name]
-    model = nn.Sequential(nn.Linear(WIDTH, VOCABULARY))
-    with small_mesh(tp=2) as mesh:
-        parallelize_module(model, mesh, {"0": "colwise(output=vocabulary)"}, loss_parallel=True)
-        logits = model(HIDDEN)
-        assert isinstance(logits, ShardedLogits) and logits.shape == (2, 3, VOCABULARY)
-        with refused(ModelError, "sharded-logits", named):
-            misread(logits)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.matrix.axes import AXES
+from tests.matrix.axes import AXES, Axis
 from tests.matrix.feature import feature
 from tests.matrix.sides import Side
 
@@ -17,6 +17,10 @@ DROPOUT: dict[str, dict[str, Any]] = {
     "vit": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.1},
     "": {"attention_dropout": 0.2},
 }
+
+
+def _over_tp(axis: Axis) -> bool:
+    return axis.ranks("tp") > 1
 
 
 def layers_of(side: Side) -> nn.ModuleList:
@@ -113,7 +117,39 @@ def checkpointing_of_transformers(side: Side) -> None:
     side.train()
 
 
-@feature(on=lambda axis: axis.ranks("tp") > 1)
+def _with_checkpointing(side: Side, reentrant: bool, **options: Any) -> None:
+    """By `transformers`; the second step has sequences of a length that no mesh divides."""
+    side.place(**options)
+    side.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        side.model.enable_input_require_grads()
+    side.step(0)
+    side.update()
+    inputs, targets = side.kind.batch(1)
+    side.step(1, input_ids=side.local(inputs["input_ids"][:, :7]), targets=side.local(targets[:, :7]))
+
+
+@feature(needs={"causal", "stock"})
+def checkpointing_of_other_lengths(side: Side) -> None:
+    _with_checkpointing(side, reentrant=False)
+
+
+@feature(needs={"causal", "stock"}, on=lambda axis: axis.ranks("cp") == 1)
+def reentrant_checkpointing(side: Side) -> None:
+    _with_checkpointing(side, reentrant=True)
+
+
+@feature(needs={"causal", "stock"}, on=_over_tp)
+def overlap_under_checkpointing(side: Side) -> None:
+    _with_checkpointing(side, reentrant=False, overlap="chunked")
+
+
+@feature(needs={"causal", "stock"}, on=lambda axis: _over_tp(axis) and axis.ranks("cp") == 1)
+def overlap_under_reentrant_checkpointing(side: Side) -> None:
+    _with_checkpointing(side, reentrant=True, overlap="chunked")
+
+
+@feature(on=_over_tp)
 def overlap_in_chunks(side: Side) -> None:
     side.place(overlap="chunked")
     side.train()

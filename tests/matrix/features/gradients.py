@@ -119,6 +119,15 @@ def frozen_first_layer(side: Side) -> None:
 
 
 @feature()
+def frozen_base(side: Side) -> None:
+    """The norms and the second layer train, on frozen ones."""
+    for name, parameter in side.model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in ("norm", "ln_", ".1.")))
+    side.place()
+    side.train()
+
+
+@feature()
 def unfrozen_later(side: Side) -> None:
     for parameter in side.like(".0.").values():
         parameter.requires_grad_(False)

@@ -179,6 +179,20 @@ def generated(side: Side) -> None:
     _generated(side, padded=False)
 
 
+@feature(on=lambda axis: not {"pp", "cp"} & axis.sizes.keys(), needs=GENERATES, refused=NO_CACHE)
+def cached_logits(side: Side) -> None:
+    """Of a prompt, and then of one token at a time."""
+    side.place()
+    side.model.eval()
+    ids, cache = side.inputs()["input_ids"], None
+    for number, tokens in enumerate((ids[:, :6], ids[:, 6:7], ids[:, 7:8])):
+        with torch.no_grad():
+            out = side.model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits = out.logits if side.alone or not hasattr(out.logits, "full_tensor") else out.logits.full_tensor()
+        side.record(f"logits {number}", side.whole(logits[:, -1]))
+
+
 @feature(needs=GENERATES, refused=NO_CACHE)
 def generated_padded(side: Side) -> None:
     """Prompts of different lengths, padded on the left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,22 +86,31 @@ def steps_in_one_block(side: Side) -> None:
     side.update()
 
 
-@feature(refused=NOT_BY_HAND, needs={"text"})
-def policy_gradient(side: Side) -> None:
-    """Log-probabilities times advantages, and entropy."""
-    side.place()
+def _policy_gradient(side: Side, temperature: float, **options: Any) -> None:
+    side.place(**options)
     logits, ids = logits_of(side.forward()), side.split(side.targets())
     valid = ids != IGNORED
     if side.alone:
-        log_probs = logits.log_softmax(-1)
+        log_probs = (logits / temperature).log_softmax(-1)
         chosen = log_probs.gather(-1, ids.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
     else:
-        chosen, entropy = token_log_probs_and_entropy(logits, ids)
+        chosen, entropy = token_log_probs_and_entropy(logits, ids, temperature=temperature)
     advantages = torch.where(valid, (ids % 5).double() - 2, 0)
     loss = -((advantages * chosen + 0.1 * entropy * valid).sum()) / side.count()
     loss.backward()
     side.record("loss", side.summed(loss))
+
+
+@feature(refused=NOT_BY_HAND, needs={"text"})
+def policy_gradient(side: Side) -> None:
+    """Log-probabilities times advantages, and entropy."""
+    _policy_gradient(side, temperature=1.0)
+
+
+@feature(refused=NOT_BY_HAND, needs={"text"})
+def policy_gradient_of_deferred_logits(side: Side) -> None:
+    _policy_gradient(side, temperature=0.7, fuse_loss=True)
 
 
 @feature(refused=NOT_BY_HAND, needs={"text"}, others=(None,))
@@ -163,6 +173,24 @@ def fused_loss(side: Side) -> None:
     """The head's logits are never stored."""
     side.place(fuse_loss=True)
     side.train()
+
+
+@feature(needs={"text"})
+def fused_loss_and_evaluation(side: Side) -> None:
+    """A head stays gathered for a loss that has no backward; after a step it has the new weights all the same."""
+    side.place(fuse_loss=True)
+    side.optimizer()
+    for number in range(2):
+        side.step(number)
+        if number == 0:
+            side.evaluate(2)
+        elif side.alone or "pp" not in side.axis.sizes:
+            side.forward(2)
+        else:
+            with torch.no_grad():
+                side.parallel.forward(**side.inputs(2))
+        side.update()
+        side.evaluate(2)
 
 
 @feature(refused=NOT_BY_HAND, needs={"text"})

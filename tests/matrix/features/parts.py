@@ -33,7 +33,7 @@ from parallelize import (
 )
 from tests.matrix.feature import feature
 from tests.matrix.features.losses import NOT_BY_HAND, by_hand
-from tests.matrix.kinds import IGNORED, LENGTH, ROWS, logits_of, plan_of
+from tests.matrix.kinds import IGNORED, LENGTH, ROWS, VOCAB, logits_of, plan_of
 from tests.matrix.sides import Side
 
 
@@ -194,3 +194,35 @@ def log_probs_of_hidden_states(side: Side) -> None:
     loss = -(log_probs * valid).sum() / side.count()
     loss.backward()
     side.record("loss", side.summed(loss))
+
+
+def _linear(inputs: int, outputs: int, seed: int, **options: bool) -> nn.Linear:
+    """Values by a generator of its own: ranks that are threads share that of PyTorch."""
+    layer, generator = nn.Linear(inputs, outputs, **options).double(), torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
+    return layer
+
+
+@feature(
+    needs={"causal", "stock"},
+    without={"recurrent", "experts"},
+    on=lambda axis: axis.ranks("pp") == 1 and axis.options.get("zero") != 3,
+)
+def layers_swapped_later(side: Side) -> None:
+    """Another head, which unties it, and a linear that has a bias now; the optimizer is built again."""
+    side.place()
+    optimizer = side.optimizer(torch.optim.AdamW, eps=1e-2)
+    side.step(0)
+    side.update()
+    width, base = side.model.config.hidden_size, side.model.base_model
+    side.model.lm_head = _linear(width, VOCAB, 1, bias=False)
+    if hasattr(base, "layers"):
+        attention = base.layers[1].self_attn
+        attention.q_proj = _linear(width, attention.q_proj.out_features, 2)
+    side.optimizers.remove(optimizer)
+    side.optimizer(torch.optim.AdamW, eps=1e-2)
+    for number in (1, 2):
+        side.step(number)
+        side.clip(0.5)
+        side.update()

@@ -33,6 +33,12 @@ def float32_weights(side: Side) -> None:
     side.train()
 
 
+@feature(prepare=nn.Module.bfloat16, rounds=torch.bfloat16, without=PLAIN | {"vision"})
+def bfloat16_weights(side: Side) -> None:
+    _place(side)
+    side.step(0)
+
+
 @feature(prepare=_single, rounds=torch.bfloat16, without=PLAIN | {"vision"})
 def bfloat16_compute(side: Side) -> None:
     _place(side, dtype="bfloat16")

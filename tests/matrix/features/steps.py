@@ -103,6 +103,16 @@ def other_lengths(side: Side) -> None:
     side.step(1, input_ids=side.local(inputs["input_ids"][:, :7]), targets=side.local(targets[:, :7]))
 
 
+@feature(needs={"text", "causal"}, on=lambda axis: axis.ranks("cp") < 4)
+def as_many_tokens_as_ranks(side: Side) -> None:
+    """A dim of one token on a rank is told from one of features."""
+    side.place()
+    inputs, targets = side.kind.batch(0)
+    for length in (2, 4):
+        ids = side.local(inputs["input_ids"][:, -length:])
+        side.step(0, input_ids=ids, targets=side.local(targets[:, -length:]))
+
+
 class _Scaled(nn.Module):
     """A model that takes a list with an entry for each sequence."""
 

@@ -32,17 +32,13 @@ def test_ranks_whose_rows_would_differ_in_size(axis, change):
     assert_named(run_ranks(2, lambda rank: jobs.faulty_step(rank, axis, change, model)), change)
 
 
-@pytest.mark.processes
-def test_processes_whose_rows_would_differ_in_size(two_processes):
-    """Their messages would not fit together, and one would wait until the timeout of the group."""
-    assert_named(two_processes.run(jobs.faulty_step, "dp", "choices", timeout_s=60), "choices")
-
-
 @pytest.mark.variants(every=8)
 @pytest.mark.processes
 @pytest.mark.parametrize("change", ["choices", "dtype", "nan", "range"])
 @pytest.mark.parametrize("axis", jobs.FOUR)
 def test_four_processes_of_which_one_is_wrong(four_processes, axis, change):
+    """Messages of rows that differ in size would not fit together, and one would wait until the timeout of the
+    group."""
     results = four_processes.run(jobs.faulty_step, axis, change, timeout_s=60)
     if change in DIFFERENCES:
         assert_named(results, change)

@@ -95,22 +95,9 @@ def test_families_with_experts_that_are_split_too(family, tp, sizes, mode):
     check(tiny_model(family, torch.float64), {**MODES[mode], **sizes}, tp, torch.float64)
 
 
-@pytest.mark.variants(every=3)
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
-@pytest.mark.parametrize("mode", MODES)
-def test_every_implementation_of_the_stock_experts(mode, implementation):
-    model = tiny_model("mixtral")
-    model.set_experts_implementation(implementation)
-    check(model, {**MODES[mode], "ep": 2}, 2, torch.float32)
-
-
 @pytest.mark.parametrize(("family", "options"), [("dbrx", {}), ("jetmoe", {"sequence_parallel": True, "ep": 2})])
 def test_experts_with_weights_in_modules_inside(family, options):
     check(tiny_model(family, torch.float64), options, 2, torch.float64)
-
-
-def test_chunks_that_travel_beside_the_matmuls():
-    check(tiny_model("mixtral", torch.float64), {**MODES["sequence"], "ep": 2, "overlap": "chunked"}, 2, torch.float64)
 
 
 def test_other_parameters_of_the_experts():

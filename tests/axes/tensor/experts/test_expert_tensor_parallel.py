@@ -42,12 +42,13 @@ def test_every_family(family, tp, mode):
 
 
 @pytest.mark.variants(every=3)
+@pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_implementation_of_the_stock_experts(mode, implementation):
+def test_every_implementation_of_the_stock_experts(mode, implementation, ep):
     model = tiny_model("mixtral")
     model.set_experts_implementation(implementation)
-    check(model, MODES[mode], 2, torch.float32)
+    check(model, {**MODES[mode], "ep": ep}, 2, torch.float32)
 
 
 def test_an_odd_width_of_the_experts():

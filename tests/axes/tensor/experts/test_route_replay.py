@@ -1,5 +1,5 @@
-"""Routes recorded in one forward are chosen in another, on any mesh: as by the unsharded model whose routers choose
-them."""
+"""Routes recorded in one forward are chosen in another, as by a model whose routers choose them. On meshes:
+`given_routes` of tests/matrix/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from parallelize import (
     build_mesh,
-    full_gradients,
     parallelize_model,
     recompute,
     record_routes,
@@ -183,79 +182,6 @@ def test_tokens_without_a_record_are_routed_as_before():
     assert torch.equal(seen[~absent], routes[~absent])
     assert torch.equal(seen[:, 0][absent[:, 0]], own[:, 0][absent[:, 0]].long())  # the second layer has other inputs
     assert bool(((seen[:, 1] >= 0) & (seen[:, 1] < EXPERTS)).all())
-
-
-# -- over meshes ------------------------------------------------------------------------------------------------------
-
-TWO = {"num_microbatches": 2}
-MESHES = [
-    ({"tp": 2}, {"sequence_parallel": True, "recompute": "full"}),
-    ({"dp": 2, "tp": 2}, {"ep": 4, "zero": 2}),
-    ({"pp": 2}, {"recompute": "full", **TWO}),
-    ({"cp": 2}, {"recompute": "full"}),
-    ({"tp": 2}, {}),
-    ({"tp": 4}, {"sequence_parallel": True}),
-    ({"tp": 2}, {"ep": 2, "recompute": "full"}),
-    ({"tp": 2}, {"ep": 2, "sequence_parallel": True, "recompute": "selective"}),
-    ({"dp": 2}, {"zero": 3, "ep": 2, "recompute": "full"}),
-    ({"dp": 4}, {"zero": 3}),
-    ({"dp": 2, "cp": 2}, {"zero": 1, "ep": 2}),
-    ({"cp": 2, "tp": 2}, {"sequence_parallel": True, "ep": 4, "recompute": "full"}),
-    ({"pp": 2}, {"schedule": "interleaved_1f1b", **TWO}),
-    ({"pp": 2}, {"schedule": "interleaved_zero_bubble", **TWO}),
-    ({"pp": 2, "dp": 2}, {"zero": 2, **TWO}),
-    ({"pp": 2, "tp": 2}, {"sequence_parallel": True, "ep": 2, "recompute": "full", **TWO}),
-    ({"tp": 2}, TWO),
-]
-
-
-def on_mesh(model, sizes, routes, **options):
-    """(loss, gradients, routes that its routers then chose) of each rank, by `step`."""
-    ids, labels, mask = batch()
-    models = [copy.deepcopy(model) for _ in range(torch.tensor(list(sizes.values())).prod())]
-
-    def body(rank):
-        mesh = build_mesh("cpu", **sizes)
-        parallel = parallelize_model(models[rank], mesh, **options)
-        ranks, data_rank = sizes.get("dp", 1), mesh.get_local_rank("dp") if "dp" in sizes else 0
-        rows = slice(data_rank * BATCH // ranks, (data_rank + 1) * BATCH // ranks)
-        widen_recompute(models[rank])
-        with replay_routes(models[rank], routes), record_routes(models[rank]) as seen, InFloat64():
-            loss = parallel.step(ids[rows], labels=labels[rows], attention_mask=mask[rows])
-        gradients = full_gradients(models[rank]) if {"tp", "ep"} & {*sizes, *options} else gradients_of(models[rank])
-        return loss, gradients, seen.gather()
-
-    return run_ranks(len(models), body)
-
-
-def united(results):
-    """The gradients of all pipeline stages; those of ranks with the same parameters are equal."""
-    every = {}
-    for _, gradients, _ in results:
-        for name, gradient in gradients.items():
-            assert name not in every or (every[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max()
-            every[name] = gradient
-    return every
-
-
-@pytest.mark.variants(every=10)
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "dbrx", "phimoe"])
-@pytest.mark.parametrize(("sizes", "options"), MESHES)
-def test_a_step_equals_the_unsharded_model_with_the_same_routes(sizes, options, family):
-    """Some tokens have no record. What the routers of all ranks chose, put together, is what those of the unsharded
-    model did."""
-    depth = {"num_hidden_layers": 4, **({"n_layers": 4} if family == "dbrx" else {})}
-    model = tiny_model(family, torch.float64, **depth).train(family != "phimoe")
-    layers = recorded(model).shape[1]
-    routes = random_routes(layers, missing=0.2)
-    loss, expected = alone(model, routes)
-    with replay_routes(model, routes):
-        chosen = recorded(model)
-    results = on_mesh(model, sizes, routes, **options)
-    assert all(abs(actual - loss) <= 1e-12 * abs(loss) for actual, _, _ in results)
-    error, name = worst(united(results), expected)
-    assert error <= 1e-12, name
-    assert all(torch.equal(seen, chosen) for *_, seen in results)
 
 
 # -- loops of one's own, and other routes ----------------------------------------------------------------------------

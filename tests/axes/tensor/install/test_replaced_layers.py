@@ -4,7 +4,6 @@ in every gradient."""
 from __future__ import annotations
 
 import copy
-from math import prod
 
 import pytest
 import torch
@@ -69,65 +68,6 @@ def test_swapped_layers_are_sharded_by_their_rules(tied, options):
         return actual
 
     assert max(worst(actual, expected)[0] for actual in run_ranks(2, body)) < 1e-12
-
-
-def trained(module, step, optimizer_of, clip) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Losses and norms of four steps; layers are swapped after the second, and the optimizer is built again."""
-    found, optimizer = [], optimizer_of()
-    for number in range(4):
-        if number == 2:
-            swap(module)
-            optimizer = optimizer_of()
-        found.append(step().detach().double())
-        found.append(torch.as_tensor(clip(0.5)).detach().double())
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.stack(found), {name: parameter.detach() for name, parameter in module.named_parameters()}
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(
-    ("axes", "options"),
-    [
-        ({"dp": 2, "tp": 2}, {"zero": 2, **BOTH}),
-        ({"dp": 2, "tp": 2}, {"zero": 1}),
-        ({"dp": 2, "tp": 2}, {"zero": 0, "sequence_parallel": True}),
-        ({"dp": 2}, {"zero": 2}),
-    ],
-    ids=str,
-)
-def test_swapped_layers_over_data_axes(axes, options, tied):
-    base = tiny_model("llama", torch.float64, tie_word_embeddings=tied)
-    models, adam = [copy.deepcopy(base) for _ in range(prod(axes.values()))], dict(lr=0.01, weight_decay=0.1)
-
-    def unsharded_step():
-        loss = F.cross_entropy(base(input_ids=IDS).logits.flatten(0, 1), LABELS.flatten())
-        loss.backward()
-        return loss
-
-    def body(rank):
-        mesh = build_mesh("cpu", **axes)
-        parallel = parallelize_model(models[rank], mesh, **options)
-        half = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
-        values, _ = trained(
-            parallel.module,
-            lambda: parallel.step(input_ids=IDS[half], targets=LABELS[half]),
-            lambda: parallel.optimizer(torch.optim.AdamW, **adam),
-            parallel.clip_grad_norm_,
-        )
-        return values, full_state_dict(parallel.module, every_rank=True)
-
-    results = run_ranks(len(models), body)
-    values, weights = trained(
-        base,
-        unsharded_step,
-        lambda: torch.optim.AdamW(base.parameters(), **adam),
-        lambda most: torch.nn.utils.clip_grad_norm_(base.parameters(), most),
-    )
-    for actual, state in results:
-        assert (actual - values).abs().max() < 1e-11
-        assert worst({name: state[name] for name in weights}, weights)[0] < 1e-9
 
 
 @pytest.mark.variants(every=2)

@@ -17,26 +17,21 @@ from parallelize import (
     build_mesh,
     cross_entropy,
     full_gradients,
-    full_parameter,
     parallelize_model,
     parallelize_module,
     recompute,
 )
-from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import compare, planned_run, reference_run, worst
 from tests.support.threads import run_ranks
 
 
-@pytest.mark.variants(every=3)
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "bert"])
+@pytest.mark.variants(every=2)
+@pytest.mark.parametrize(("family", "tp"), [("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("bert", 2)])
 def test_planned_models_equal_the_unsharded(family, tp):
-    """Logits, loss, gradients of inputs and weights, accumulation, SGD; sharded and whole logits, once they are
-    made."""
-    if (tp, family) in ((1, "gpt2"), (4, "bert")):
-        pytest.skip("time: the others cover it")
+    """Logits, loss, gradients of inputs and weights, accumulation, SGD; sharded and whole logits, once they are made.
+    Heads of other kinds: the matrix."""
     model = tiny_model(family, torch.float64)
     data = [tiny_batch(seed=1), tiny_batch(seed=2)]
     expected = reference_run(model, data)
@@ -44,14 +39,10 @@ def test_planned_models_equal_the_unsharded(family, tp):
     sharded = tp == 2
 
     def body(rank):
-        return _run(models[rank], tp, data, fuse_loss=True, loss_parallel=sharded, sequence_parallel=tp == 4)
+        return planned_run(models[rank], tp, data, fuse_loss=True, loss_parallel=sharded, sequence_parallel=tp == 4)
 
     for actual in run_ranks(tp, body):
         compare(actual, expected, torch.float64)
-
-
-def _run(model, tp, data, **options):
-    return planned_run(model, tp, data, **options)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "bert"])
@@ -80,59 +71,6 @@ def test_models_that_compute_their_own_loss(family):
     for actual, grads, ours in run_ranks(2, body):
         assert abs(actual - loss.detach()) < 5e-6 * loss.detach() and abs(ours - counted) < 5e-6 * counted
         assert worst(grads, expected)[0] < 5e-6
-
-
-@pytest.mark.variants(every=2)
-@pytest.mark.parametrize(
-    ("family", "mesh", "options"),
-    [
-        ("llama", {"dp": 1}, {"dtype": None}),
-        ("gpt2", {"dp": 2}, {"zero": 2}),
-        ("gemma2", {"dp": 2, "tp": 2}, {"zero": 1, "loss_parallel": True, "recompute": "full"}),
-        ("gpt2", {"pp": 2, "tp": 2}, {"sequence_parallel": True, "num_microbatches": 2}),
-        ("llama", {"pp": 2}, {"schedule": "zbv", "num_microbatches": 4}),
-    ],
-    ids=str,
-)
-def test_whole_meshes(family, mesh, options):
-    """`step` on meshes with and without tp, pipelines, ZeRO, split backward: loss and the weights after one step."""
-    if options.get("schedule") == "zbv" and not private.at_least(2, 13):
-        pytest.skip("this torch cannot begin a backward at the fused loss: `split-backward`")
-    overrides = {"num_hidden_layers": 4} if "schedule" in options else {}
-    model = tiny_model(family, **overrides)
-    ids, labels = tiny_batch(batch=4, length=8)
-    world = 1
-    for size in mesh.values():
-        world *= size
-    expected = copy.deepcopy(model)
-    loss = F.cross_entropy(expected(input_ids=ids).logits.flatten(0, 1), labels.flatten())
-    loss.backward()
-    torch.optim.SGD(expected.parameters(), 0.05).step()
-    states = expected.state_dict()
-    models = [copy.deepcopy(model) for _ in range(world)]
-
-    def body(rank):
-        device_mesh = build_mesh("cpu", **mesh)
-        parallel = parallelize_model(models[rank], device_mesh, fuse_loss=True, **options)
-        data = device_mesh.get_local_rank("dp") if "dp" in mesh else 0
-        rows = slice(data * 4 // mesh.get("dp", 1), (data + 1) * 4 // mesh.get("dp", 1))
-        optimizer = parallel.optimizer(torch.optim.SGD, lr=0.05)
-        quiet = parallel.evaluate(input_ids=ids[rows], targets=labels[rows])
-        actual = parallel.step(input_ids=ids[rows], targets=labels[rows])
-        optimizer.step()
-        logits = [out.logits.argmax(-1) for out in parallel.forward(input_ids=ids[rows])] if "tp" not in mesh else []
-        net = parallel.module
-        state = (
-            net.state_dict() if "tp" not in mesh else {n: full_parameter(net, n, p) for n, p in net.named_parameters()}
-        )
-        return float(quiet), float(actual), state, logits
-
-    loaded: dict[str, torch.Tensor] = {}
-    for quiet, actual, state, _ in run_ranks(world, body):
-        assert abs(actual - loss.item()) < 5e-6 * loss.item() and abs(quiet - actual) < 1e-6
-        loaded |= {name: value for name, value in state.items() if value is not None}
-    assert loaded.keys() >= {name for name, _ in expected.named_parameters()}
-    assert worst(loaded, {name: states[name] for name in loaded})[0] < 5e-6
 
 
 def test_logits_are_there_when_somebody_looks_at_them():

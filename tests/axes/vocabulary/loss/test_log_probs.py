@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
 from parallelize import (
-    DeferredLogits,
     ModelError,
     ShapeError,
     build_mesh,
-    full_gradients,
     linear_token_log_probs,
-    parallelize_module,
     token_entropy,
     token_log_probs,
     token_log_probs_and_entropy,
@@ -26,7 +21,6 @@ from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
 from parallelize.ops.vocabulary.class_targets import Vocabulary
 from tests.support.memory import peak_bytes
-from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
 
@@ -188,39 +182,6 @@ def test_one_collective_a_pass_and_bad_input():
     with pytest.raises(ModelError) as refused:
         token_log_probs(logits.requires_grad_(), ids).sum().backward(create_graph=True)
     assert refused.value.slugs == ("double-backward",)
-
-
-def test_preferences_by_a_planned_model():
-    """A DPO loss on a stock model: gradients equal the unsharded ones, with logits that are never made."""
-    model = tiny_model("gemma2", torch.float64)
-    ids, labels = tiny_batch(batch=4)
-
-    def preference(log_probs):
-        chosen, rejected = log_probs.sum(-1).chunk(2)
-        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
-
-    log_probs, entropies = reference(model(input_ids=ids).logits, labels, 0.8)
-    loss = preference(log_probs) - 0.01 * entropies.mean()
-    loss.backward()
-    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    models = [copy.deepcopy(model) for _ in range(2)]
-
-    def body(rank):
-        net = models[rank]
-        net.zero_grad()
-        parallelize_module(net, build_mesh("cpu", tp=2), fuse_loss=True)
-        logits = net(input_ids=ids).logits
-        log_probs, entropies = token_log_probs_and_entropy(logits, labels, temperature=0.8)
-        (preference(log_probs) - 0.01 * entropies.mean()).backward()
-        assert isinstance(logits, DeferredLogits) and logits.deferred is not None
-        with torch.no_grad():
-            full = token_entropy(net(input_ids=ids).logits, temperature=0.8)
-        return full_gradients(net), full
-
-    for grads, full in run_ranks(2, body):
-        assert worst(grads, expected)[0] < 1e-12
-        valid = labels != -100
-        assert worst({"": full[valid]}, {"": entropies.detach()[valid]})[0] < 1e-12
 
 
 def test_memory_of_one_chunk():

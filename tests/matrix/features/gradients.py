@@ -158,7 +158,8 @@ def frozen_by_turns(side: Side) -> None:
     side.place()
     for trained in ("last", "all", "first", "last"):
         for name, parameter in side.named().items():
-            parameter.requires_grad_(trained == "all" or (name in first) == (trained == "first"))
+            is_first = name in first or name not in names  # a copy of a tied one on a later stage
+            parameter.requires_grad_(trained == "all" or is_first == (trained == "first"))
             parameter.grad = None
         side.step(0)
         side.evaluate(1)

@@ -65,7 +65,7 @@ def z_loss(side: Side) -> None:
     side.record("loss", side.summed(loss))
 
 
-@feature(refused=NOT_BY_HAND, needs={"stock"})
+@feature(refused=NOT_BY_HAND, needs={"stock"}, without={"encoder-decoder"})
 def loss_of_the_stock_model(side: Side) -> None:
     """From labels: a rank's part of the mean over all ranks, whose gradients are its parts of the sum."""
     side.place()

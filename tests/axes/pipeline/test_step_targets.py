@@ -179,7 +179,6 @@ def assert_step_is_stock(model: nn.Module, inputs: dict[str, Any], labels: Any, 
     run_ranks(math.prod(axes.values()), body)
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
 def four_rows() -> tuple[torch.Tensor, torch.Tensor]:
     ids, _ = tiny_batch(batch=4, length=8)
     labels = ids.clone()

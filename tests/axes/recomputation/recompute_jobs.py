@@ -1,4 +1,4 @@
-"""Jobs of `test_recompute.py`: each runs on every rank of a pool of gloo processes."""
+"""Jobs of `test_recompute_processes.py`: each runs on every rank of a pool of gloo processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from parallelize import build_mesh, install_dropout, parallelize_module
+from parallelize import build_mesh, parallelize_module
 from parallelize.axes.recomputation.recompute import recompute, recompute_cost
 from tests.support.live import saved_bytes
 from tests.support.models import tiny_batch, tiny_model
@@ -41,17 +41,6 @@ def run(net: nn.Module, steps: int = 2, seed: int = 0) -> list[torch.Tensor]:
 def differing(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
     assert len(actual) == len(expected)
     return sum(not torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-def dropout(rank: int, sequence_parallel: bool) -> list[int]:
-    """Masks of several rates: how many tensors differ from those without recompute, by way."""
-    model = tiny_model("gpt2", resid_pdrop=0.2, attn_pdrop=0.3, embd_pdrop=0.1)
-    parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=sequence_parallel, check_replicated=False)
-    nets = [recompute(copy.deepcopy(model), **how) for how in CONFIGURATIONS]
-    for net in (model, *nets):
-        install_dropout(net, seed=7)
-    expected = run(model, seed=rank)
-    return [differing(run(net, seed=rank), expected) for net in nets]
 
 
 def fully_sharded(rank: int, when: str, mixed: bool, inner: bool) -> list[tuple[int, int, int]]:
@@ -84,21 +73,6 @@ def fully_sharded(rank: int, when: str, mixed: bool, inner: bool) -> list[tuple[
         differs = differing(run(net, seed=seed), expected)
         costs = recompute_cost(net).values()
         results.append((differs, sum(cost.forwards for cost in costs), sum(cost.replays for cost in costs)))
-    return results
-
-
-def counts(rank: int, sequence_parallel: bool) -> list[dict[str, int]]:
-    """Collectives of one step: without recompute, and in each way."""
-    model = tiny_model("gemma2")
-    parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=sequence_parallel)
-    results = []
-    for how in (None, *CONFIGURATIONS):
-        net = copy.deepcopy(model)
-        if how is not None:
-            recompute(net, **how)
-        with CommDebugMode() as mode:
-            run(net, 1)
-        results.append({str(op).split(".")[-1]: number for op, number in mode.get_comm_counts().items()})
     return results
 
 

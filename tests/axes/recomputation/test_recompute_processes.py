@@ -1,4 +1,4 @@
-"""Recompute in real processes: dropout, `fully_shard` around units, what is sent, and compiled units."""
+"""Recompute in real processes: `fully_shard` around units, what a unit sends itself, and compiled units."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ import pytest
 from tests.axes.recomputation import recompute_jobs as jobs
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_dropout_masks_replay(two_processes, sequence_parallel):
-    assert two_processes.run(jobs.dropout, sequence_parallel) == [[0, 0, 0]] * 2
 
 
 @pytest.mark.variants(every=6)
@@ -23,18 +18,6 @@ def test_fully_shard(four_processes, when, mixed, inner):
     """Bit for bit what it is without recompute; two layers, two steps, each replayed."""
     for result in four_processes.run(jobs.fully_sharded, when, mixed, inner):
         assert result == [(0, 4, 4)] * 3
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_collectives_are_not_sent_twice(two_processes, sequence_parallel):
-    for plain, full, collectives, selective in two_processes.run(jobs.counts, sequence_parallel):
-        assert collectives == plain and selective == plain
-        more = {name.strip("_"): number - plain[name] for name, number in full.items() if number != plain[name]}
-        # two layers, each with two sums whose results backward needs
-        assert more == (
-            {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4} if sequence_parallel else {"all_reduce": 4}
-        )
 
 
 def test_a_units_own_functional_collectives(two_processes):

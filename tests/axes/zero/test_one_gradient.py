@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from parallelize import (
@@ -190,33 +189,3 @@ def test_edits_of_gradients_that_tp_shards_too(zero, source):
             torch.testing.assert_close(gradient, unsharded.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
 
     run_ranks(4, body)
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_frozen_parameters_with_gradients_are_stepped_alike(zero):
-    """As when a discriminator is frozen for the generator's pass, and stepped afterwards; and with kept gradients of
-    zeros."""
-    initial = net()
-
-    def body(rank: int) -> None:
-        model, reference = copy.deepcopy(initial), copy.deepcopy(initial)
-        shard_data(model, build_mesh("cpu", dp=2), zero)
-        pair = (
-            build_optimizer(model, torch.optim.AdamW, lr=0.1),
-            torch.optim.AdamW(reference.parameters(), lr=0.1),
-        )
-        for step in range(3):
-            model.requires_grad_(True)
-            F.softplus(model(rows(rank))).sum().backward()
-            sum(F.softplus(reference(rows(r))).sum() for r in range(2)).backward()
-            model.requires_grad_(False)
-            for optimizer in pair:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=step != 1)
-                optimizer.step()  # by momentum and decay alone, where gradients are zeros
-        for name, value in full_state_dict(model, every_rank=True).items():
-            torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-11, atol=1e-11)
-        for name, value in model.state_dict().items():  # on this rank
-            torch.testing.assert_close(full(value), reference.state_dict()[name], rtol=1e-11, atol=1e-11)
-
-    run_ranks(2, body)

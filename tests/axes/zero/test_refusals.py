@@ -38,6 +38,14 @@ def test_a_cast_after_buffers_were_made(zero):
             block(torch.randn(3, WIDTH, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_parameters_that_a_load_replaces(zero):
+    with small_mesh(dp=2) as mesh:
+        block = shard_data(Block(), mesh, zero)
+        with refused(ModelError, "parameter-replaced", "up.weight", "assign=False"):
+            block.load_state_dict(copy.deepcopy(block.state_dict()), assign=True)
+
+
 def test_a_parameter_that_is_unfrozen_between_forward_and_backward():
     block = Block()
     block.up.weight.requires_grad_(False)

@@ -31,11 +31,6 @@ def check(pool, name, other, *args):
         assert errors["loaded"] == 0 and max(errors.values()) < 1e-11, (name, other, errors)
 
 
-@pytest.mark.parametrize("name", ["zero 1", "pp x dp, zero 1"])
-def test_a_run_continues_where_it_was_saved(four_processes, tmp_path, name):
-    check(four_processes, name, name, "AdamW", str(tmp_path))
-
-
 @pytest.mark.variants(every=12)
 @pytest.mark.parametrize("shift", range(len(NAMES)))
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallelize import accumulate_gradients, build_mesh, build_optimizer, shard_data
+from parallelize import accumulate_gradients, build_mesh, shard_data
 from parallelize.comm.groups import axis_group
 from tests.support.threads import run_ranks
 
@@ -88,25 +88,6 @@ def test_gradients_are_those_of_the_unsharded_model(axes, mode):
                 torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-12)
 
     run_ranks(world, body)
-
-
-def test_an_optimizer_leaves_what_no_rank_uses_as_it_is():
-    """Weight decay and momentum would move a parameter that has a gradient of zeros."""
-    models = [choices() for _ in range(2)]
-    before = models[0].layers[0].never.weight.detach().clone()
-
-    def body(rank: int) -> None:
-        model = shard_data(models[rank], build_mesh("cpu", dp=2), 3, units=["layers.*"])
-        optimizer = build_optimizer(model, torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-        for number in range(2):
-            optimizer.zero_grad()
-            model(*call_of(rank, number)).pow(2).sum().backward()
-            optimizer.step()
-        assert torch.equal(full(model.layers[0].never.weight), before)
-        never = model.layers[0].never.weight
-        assert never not in optimizer.state or not optimizer.state[never]
-
-    run_ranks(2, body)
 
 
 def test_gradients_in_another_dtype_than_that_of_compute():

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of ZeRO: every optimizer, memory, mixed precision, plain loops."""
+"""What each rank does in the tests of ZeRO: memory, mixed precision, messages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallelize import accumulate_gradients, build_mesh, parallelize_module
-from parallelize.axes.zero.optimizer import build_optimizer
+from parallelize import build_mesh
 from parallelize.axes.zero.shard_data import data_of, shard_data
 from parallelize.axes.zero.state_bytes import bytes_per_rank
 from parallelize.base.errors import ParallelizeError
@@ -35,41 +33,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Rprop": {"lr": 1e-2},
     "SGD": {"lr": 1e-2, "momentum": 0.9, "nesterov": True},
 }
-
-
-def optimizer_parity(rank: int, zero: int, axes: dict[str, int]) -> dict[str, float | str]:
-    """Each optimizer of torch.optim, given the same gradients as the unsharded one: relative error of the weights."""
-    errors: dict[str, float | str] = {}
-    names = [n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type)]
-    classes = [n for n in names if issubclass(getattr(torch.optim, n), torch.optim.Optimizer) and n != "Optimizer"]
-    start = tiny_model("llama", torch.float64, num_hidden_layers=1)
-    for name in classes:
-        model, unsharded = copy.deepcopy(start), copy.deepcopy(start)
-        parallel = parallelize_model(model, build_mesh("cpu", **axes), zero=zero)
-        options = OPTIMIZERS.get(name, {})
-        try:
-            optimizer = parallel.optimizer(getattr(torch.optim, name), **options)
-        except ParallelizeError as error:
-            errors[name] = error.slugs[0]
-            continue
-        except ValueError:  # Muon takes matrices only
-            errors[name] = "refused by torch"
-            continue
-        reference = getattr(torch.optim, name)(unsharded.parameters(), **options)
-        expected = dict(unsharded.named_parameters())
-        for step in range(3):
-            ids, labels = tiny_batch(batch=4, length=5, seed=step)
-            parallel.step(ids, targets=labels)
-            for n, p in model.named_parameters():
-                expected[n].grad = full_value(model, n, p.grad).clone()
-            for either in (optimizer, reference):
-                either.step()
-                either.zero_grad()
-        actual = {n: full_value(model, n, p) for n, p in model.named_parameters()}
-        errors[name] = worst(actual, {n: p.detach() for n, p in expected.items()})[0]
-        state = optimizer.state_dict()
-        optimizer.load_state_dict(state)
-    return errors
 
 
 def _bytes(tensors: Any) -> int:
@@ -107,47 +70,6 @@ def memory(rank: int, zero: int, axes: dict[str, int], mixed: bool) -> tuple[dic
     return measured, bytes_per_rank(model, zero, mesh, mixed=mixed)
 
 
-def plain_loop(rank: int, zero: int, planned: bool, late: bool) -> float:
-    """`loss.backward()` twice before a step, by hand: with `accumulate_gradients` or without."""
-    axes = {"dp": 2, "tp": 2} if planned else {"dp": 4}
-    model = tiny_model("gpt2", torch.float64, num_hidden_layers=1)
-    unsharded = copy.deepcopy(model)
-    mesh = build_mesh("cpu", **axes)
-    if planned:
-        parallelize_module(model, mesh, sequence_parallel=True)
-    shard_data(model, mesh, zero, bucket_bytes=2000)
-    optimizer = build_optimizer(model, torch.optim.SGD, lr=0.1)
-    reference = torch.optim.SGD(unsharded.parameters(), 0.1)
-    expected = dict(unsharded.named_parameters())
-    ranks, dp_rank = axes["dp"], mesh.get_local_rank("dp")
-    errors = []
-    for step in range(2):
-        batches = [tiny_batch(batch=2 * ranks, length=5, seed=10 * step + n) for n in range(2)]
-
-        def backward(ids: torch.Tensor, labels: torch.Tensor) -> None:
-            local = slice(2 * dp_rank, 2 * dp_rank + 2)
-            total = (labels != -100).sum()
-            part = (labels[local] != -100).sum()
-            (loss_of(model(ids[local]).logits, labels[local]) * part / total).backward()
-            loss_of(unsharded(ids).logits, labels).backward()
-
-        if late:
-            with accumulate_gradients(model):
-                for batch in batches:
-                    backward(*batch)
-        else:
-            for batch in batches:
-                backward(*batch)
-        actual = {n: full_value(model, n, p.grad) for n, p in model.named_parameters()}
-        errors.append(worst(actual, {n: expected[n].grad for n in actual})[0])
-        for either in (optimizer, reference):
-            either.step()
-            either.zero_grad(set_to_none=step == 0)
-    actual = {n: full_value(model, n, p) for n, p in model.named_parameters()}
-    errors.append(worst(actual, {n: expected[n].detach() for n in actual})[0])
-    return max(errors)
-
-
 def mixed_precision(rank: int, zero: int, axes: dict[str, int]) -> tuple[float, float]:
     """(error of gradients against float32, drift of weights after ten tiny steps) under bfloat16 compute."""
     model = tiny_model("llama", num_hidden_layers=2)
@@ -183,36 +105,6 @@ def mixed_precision(rank: int, zero: int, axes: dict[str, int]) -> tuple[float, 
             float((full - expected[shard.name].detach()).abs().max() / expected[shard.name].detach().abs().max())
         )
     return first, max(errors)
-
-
-class Forked(nn.Module):
-    """Rank 0 uses one branch, the others the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.never = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        return self.a(x) if left else self.b(x)
-
-
-def unused_parameters(rank: int, zero: int) -> float:
-    """A parameter used on some ranks gets their gradient everywhere; one used nowhere gets none."""
-    torch.manual_seed(0)
-    model = Forked().double()
-    unsharded = copy.deepcopy(model)
-    mesh = build_mesh("cpu", dp=dist.get_world_size())
-    shard_data(model, mesh, zero)
-    x = torch.ones(2, 3, dtype=torch.float64)
-    for _ in range(2):
-        model.zero_grad()
-        model(x * (rank + 1), rank == 0).sum().backward()
-    for other in range(dist.get_world_size()):
-        unsharded(x * (other + 1), other == 0).sum().backward()
-    assert model.never.weight.grad is None
-    expected = dict(unsharded.named_parameters())
-    actual = {n: full_value(model, n, p.grad) for n, p in model.named_parameters() if p.grad is not None}
-    return worst(actual, {n: expected[n].grad for n in actual})[0]
 
 
 def nan_gradient(rank: int) -> tuple[str, bool]:
@@ -260,29 +152,6 @@ def messages(rank: int, zero: int, defer: bool, microbatches: int) -> int:
     ):
         parallel.step(ids, targets=labels)
     return count - 2  # the count of tokens and the loss
-
-
-def loads_weights(rank: int, zero: int, mixed: bool) -> tuple[float, str]:
-    """Weights loaded after the optimizer was built are the ones that a step moves; replaced parameters are refused."""
-    model = build("blocks", torch.float32, 2)
-    other = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    options: dict[str, Any] = {"dtype": torch.bfloat16} if mixed else {}
-    parallel = parallelize_model(model, build_mesh("cpu", dp=4), zero=zero, **options)
-    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.0)
-    torch.manual_seed(1)
-    other = {name: torch.randn(p.shape) for name, p in other.items()}
-    model.load_state_dict(other)
-    ids, labels = tiny_batch(batch=4, length=5)
-    parallel.step(ids, targets=labels)
-    optimizer.step()
-    error = max(
-        float((p.detach().float() - other[n]).abs().max() / other[n].abs().max()) for n, p in model.named_parameters()
-    )
-    try:
-        model.load_state_dict({n: nn.Parameter(p) for n, p in other.items()}, assign=True)
-    except ParallelizeError as caught:
-        return error, caught.slugs[0]
-    return error, "nothing"
 
 
 def skipped_unit(rank: int, skipped: int) -> str:

@@ -92,6 +92,12 @@ def recomputed_dropout(side: Side) -> None:
     side.train()
 
 
+@feature(one_rank=True, needs={"stock"}, without={"recurrent"}, overrides={k: v for k, v in DROPOUT.items() if k})
+def selectively_recomputed_dropout(side: Side) -> None:
+    side.place(recompute="selective")
+    side.train()
+
+
 @feature()
 def recompute_full(side: Side) -> None:
     side.place(recompute="full")

@@ -160,6 +160,42 @@ def unfrozen_ends(side: Side) -> None:
 
 
 @feature()
+def frozen_by_turns(side: Side) -> None:
+    """All parameters, or half of them: also those of a whole stage, whose outputs then need no gradient."""
+    names = list(side.named())
+    first = set(names[: len(names) // 2])
+    side.place()
+    for trained in ("last", "all", "first", "last"):
+        for name, parameter in side.named().items():
+            is_first = name in first or name not in names  # a copy of a tied one on a later stage
+            parameter.requires_grad_(trained == "all" or is_first == (trained == "first"))
+            parameter.grad = None
+        side.step(0)
+        side.evaluate(1)
+        side.record_gradients()
+
+
+@feature()
+def added_group(side: Side) -> None:
+    """Parameters that train later, and join the optimizer then."""
+    later = side.like(".0.").keys()
+    for parameter in side.like(".0.").values():
+        parameter.requires_grad_(False)
+    side.place()
+    optimizer = side.optimizer(torch.optim.SGD, momentum=0.9)
+    side.step(0)
+    side.update()
+    joined = [parameter for name, parameter in side.named().items() if name in later]
+    for parameter in joined:
+        parameter.requires_grad_(True)
+    if joined:
+        optimizer.add_param_group({"params": joined, "lr": 0.02})
+    side.step(1)
+    side.update()
+    side.step(2)
+
+
+@feature()
 def frozen_later(side: Side) -> None:
     side.place()
     side.optimizer(torch.optim.SGD, momentum=0.9)
@@ -180,7 +216,9 @@ def frozen_with_a_gradient(side: Side) -> None:
     side.step(0)
     for parameter in side.like(".1.").values():
         parameter.requires_grad_(False)
-    side.update()
+    side.optimizers[0].step()
+    side.optimizers[0].zero_grad(set_to_none=False)
+    side.update()  # by momentum alone, as gradients are zeros
     for parameter in side.like(".1.").values():
         parameter.requires_grad_(True)
     side.step(1)

@@ -11,6 +11,7 @@ import parallelize
 from parallelize import sample, token_entropy, token_log_probs, token_log_probs_and_entropy
 from tests.matrix.axes import Axis
 from tests.matrix.feature import feature
+from tests.matrix.features.steps import packed_positions
 from tests.matrix.kinds import IGNORED, ROWS, logits_of
 from tests.matrix.sides import Side
 
@@ -60,8 +61,18 @@ def forward_by_hand(side: Side) -> None:
 def outputs(side: Side) -> None:
     """What `ParallelModel.forward` returns by microbatch, on the ranks of the last stage."""
     side.place()
+    _outputs(side)
+
+
+@feature(needs=GENERATES, without={"recurrent"})
+def outputs_of_packed_rows(side: Side) -> None:
+    side.place()
+    _outputs(side, position_ids=side.local(packed_positions()))
+
+
+def _outputs(side: Side, **extra: T) -> None:
     with torch.no_grad():
-        found = [side.forward(0)] if side.alone else side.parallel.forward(**side.inputs(0))
+        found = [side.forward(0, **extra)] if side.alone else side.parallel.forward(**side.inputs(0), **extra)
         targets = side.targets(0).chunk(max(len(found), 1))
         total = torch.zeros((), dtype=torch.float64)
         for output, wanted in zip(found, targets, strict=False):

@@ -18,6 +18,7 @@ from parallelize import (
     token_log_probs_and_entropy,
     valid_tokens,
 )
+from parallelize.tools.verification.precision import InFloat64
 from tests.matrix.feature import feature
 from tests.matrix.kinds import IGNORED, logits_of, summed_loss
 from tests.matrix.sides import Side
@@ -62,6 +63,21 @@ def z_loss(side: Side) -> None:
         loss = cross_entropy(logits, targets, num_tokens=side.count(), z_loss=0.01)
     loss.backward()
     side.record("loss", side.summed(loss))
+
+
+@feature(refused=NOT_BY_HAND, needs={"stock"}, without={"encoder-decoder"})
+def loss_of_the_stock_model(side: Side) -> None:
+    """From labels: a rank's part of the mean over all ranks, whose gradients are its parts of the sum."""
+    side.place()
+    labels = side.kind.labels(0)
+    calls: list[dict[str, Any]] = [{}]
+    if "causal" in side.kind.traits:
+        calls.append({"num_items_in_batch": (labels[:, 1:] != IGNORED).sum()})
+    for extra in calls:
+        with InFloat64():
+            loss = side.forward(0, labels=side.local(labels), **extra).loss
+            loss.backward()
+        side.record("loss", side.summed(loss))
 
 
 @feature(refused=NOT_BY_HAND)

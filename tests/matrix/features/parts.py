@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from parallelize import (
     GlobalBatches,
     Pipeline,
+    accumulate_gradients,
     axis_group,
     build_on_meta,
     build_optimizer,
@@ -31,6 +33,7 @@ from parallelize import (
     tie_parameters,
     tied_names,
 )
+from tests.matrix.axes import Axis
 from tests.matrix.feature import feature
 from tests.matrix.features.losses import NOT_BY_HAND, by_hand
 from tests.matrix.kinds import IGNORED, LENGTH, ROWS, VOCAB, logits_of, plan_of
@@ -78,6 +81,26 @@ def parts(side: Side) -> None:
     optimizer = optimizer or build_optimizer(side.model, torch.optim.SGD, lr=0.05)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def _of_data_alone(axis: Axis) -> bool:
+    return axis.data_ranks == axis.world_size and "ep" not in axis.options
+
+
+@feature(on=lambda axis: _of_data_alone(axis) and axis.options.get("zero", 0) < 3)
+def small_buckets(side: Side) -> None:
+    """`shard_data` alone, with a sum over ranks for every few parameters; two backwards a step, one or two sums."""
+    if not side.alone:
+        side.model = shard_data(side.model, side.mesh, side.axis.options.get("zero", 0), bucket_bytes=2000)
+    optimizer = torch.optim.SGD(side.model.parameters(), lr=0.05) if side.alone else None
+    optimizer = optimizer or build_optimizer(side.model, torch.optim.SGD, lr=0.05)
+    for together in (False, True):
+        with accumulate_gradients(side.model) if together and not side.alone else nullcontext():
+            by_hand(side, 0)
+            by_hand(side, 1)
+        side.record_gradients()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=together)
 
 
 @feature(on=lambda axis: axis.sizes.keys() == {"tp"} and "ep" not in axis.options)

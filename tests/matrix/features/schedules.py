@@ -40,3 +40,10 @@ def recompute_that_saves(side: Side) -> None:
     """Recomputed units keep the results of collectives alone."""
     side.place(recompute="selective", recompute_save=("collectives",))
     side.train()
+
+
+@feature(on=lambda axis: "cp" in axis.sizes)
+def recompute_that_saves_attention(side: Side) -> None:
+    """Also the messages of a ring are not sent again."""
+    side.place(recompute="selective", recompute_save=("ring_attention",))
+    side.train()

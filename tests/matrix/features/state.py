@@ -326,6 +326,16 @@ def torch_checkpoint(side: Side) -> None:
     _second_step(side)
 
 
+@feature()
+def loaded_late(side: Side) -> None:
+    """Weights that are loaded after the optimizer was built are those that it steps."""
+    values = {n: 0.9 * v if v.is_floating_point() else v for n, v in side.model.state_dict().items()}
+    side.place()
+    side.optimizer(momentum=0.9)
+    side.model.load_state_dict(values, strict=False)
+    side.train()
+
+
 @feature(refused=COPIED)
 def averaged(side: Side) -> None:
     """Moving averages of the weights, by PyTorch's class."""

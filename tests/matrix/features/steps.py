@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from parallelize import PackedRows
+from parallelize.tools.verification.precision import InFloat64
 from tests.matrix.feature import feature
 from tests.matrix.kinds import IGNORED, LENGTH, ROWS, summed_loss
 from tests.matrix.sides import Side
@@ -38,7 +39,8 @@ def packed(side: Side) -> None:
     side.place()
     side.step(0, position_ids=side.local(packed_positions()))
     side.update()
-    side.step(1, position_ids=side.local(packed_positions()))
+    side.step(1, position_ids=packed_positions(1))  # one row for all
+    side.evaluate(2, position_ids=side.local(packed_positions()))
 
 
 @feature(needs={"causal", "stock"}, without={"recurrent"})
@@ -74,23 +76,45 @@ def _padded(side: Side, right: bool) -> dict[str, torch.Tensor]:
     return side.local({"input_ids": ids, "attention_mask": mask.long(), "targets": targets})
 
 
-@feature(needs={"text"})
-def rows_without_targets(side: Side) -> None:
+def _rows_without_targets(side: Side) -> None:
     """All rows but the last have none, so that data ranks and microbatches are empty."""
-    side.place()
     targets = side.kind.batch(0)[1].clone()
     targets[:-1] = IGNORED
     side.step(0, targets=side.local(targets))
 
 
-@feature(needs={"text"})
-def batch_without_targets(side: Side) -> None:
+def _batch_without_targets(side: Side) -> None:
     """Its loss is NaN, as PyTorch's mean of nothing, and it adds nothing to the gradients."""
-    side.place()
     side.step(0)
     side.step(0, targets=side.local(torch.full_like(side.kind.batch(0)[1], IGNORED)))
-    loss = side.records.pop("loss'")
+    loss = side.records.pop(list(side.records)[-1])
     side.record("no loss", float(side.alone or loss.isnan()))
+
+
+@feature(needs={"text"})
+def rows_without_targets(side: Side) -> None:
+    side.place()
+    _rows_without_targets(side)
+
+
+@feature(needs={"text"})
+def batch_without_targets(side: Side) -> None:
+    side.place()
+    _batch_without_targets(side)
+
+
+@feature(needs={"text"})
+def fused_loss_without_targets(side: Side) -> None:
+    side.place(fuse_loss=True, num_microbatches=2)
+    _rows_without_targets(side)
+    _batch_without_targets(side)
+
+
+@feature(needs={"text"})
+def own_loss_without_targets(side: Side) -> None:
+    side.place(loss=_squared_margin, count=lambda targets: (targets != IGNORED).sum(), num_microbatches=2)
+    _rows_without_targets(side)
+    _batch_without_targets(side)
 
 
 @feature(needs={"text", "causal"})
@@ -194,17 +218,19 @@ def _squared_margin(output: object, targets: torch.Tensor) -> torch.Tensor:
 
 @feature(
     needs={"experts"},
-    overrides={"": {"output_router_logits": True, "router_aux_loss_coef": 0.1}},
-    bound=1e-6,
-    on=lambda axis: axis.ranks("pp") == 1,
+    overrides={"": {"output_router_logits": True, "router_aux_loss_coef": 0.5}},
+    on=lambda axis: not axis.deep,
 )
 def router_loss(side: Side) -> None:
-    """The balance loss of a mixture, in float32; each microbatch of a pipeline has one of its own."""
-    side.place()
-    if side.alone:
-        output = side.forward()
-        loss = summed_loss(output, side.targets()) / side.count() + 0.1 * output.aux_loss
-        loss.backward()
-        side.record("loss", loss)
-    else:
-        side.step()
+    """The balance loss of a mixture, without padding and with it; each microbatch of a pipeline has one of its own."""
+    side.place(**({} if side.alone or "pp" not in side.axis.sizes else {"num_microbatches": 1}))
+    for inputs in ({**side.inputs(), "targets": side.targets()}, _padded(side, right=True)):
+        with InFloat64():
+            if side.alone:
+                targets = inputs.pop("targets")
+                output = side.model(**inputs, use_cache=False)
+                loss = summed_loss(output, targets) / (targets != IGNORED).sum() + 0.5 * output.aux_loss
+                loss.backward()
+                side.record("loss", loss)
+            else:
+                side.step(0, **inputs)

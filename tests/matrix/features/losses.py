@@ -44,6 +44,15 @@ def loop_by_hand(side: Side) -> None:
     by_hand(side, 1)
 
 
+@feature(refused=NOT_BY_HAND, needs={"causal"})
+def derivative_between(side: Side) -> None:
+    """`torch.autograd.grad` changes no `.grad`."""
+    side.place()
+    by_hand(side, 0)
+    total = side.summed_loss(side.forward(1), side.targets(1))
+    torch.autograd.grad(total, [p for p in side.model.parameters() if p.requires_grad], allow_unused=True)
+
+
 @feature(refused=NOT_BY_HAND, needs={"text"})
 def label_smoothing(side: Side) -> None:
     side.place()

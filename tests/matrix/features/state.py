@@ -222,6 +222,16 @@ def load_state_dict(side: Side) -> None:
     side.train()
 
 
+@feature(needs={"causal"}, on=lambda axis: axis.sizes.keys() == {"tp"} and "ep" not in axis.options)
+def assigned_state_dict(side: Side) -> None:
+    """Full tensors in the place of the parameters, and then what the model's own `state_dict` gives."""
+    full = {name: value * 1.25 for name, value in side.model.state_dict().items()}
+    side.place()
+    side.model.load_state_dict(full, assign=True)
+    side.model.load_state_dict(copy.deepcopy(side.model.state_dict()))
+    side.evaluate(0)
+
+
 @feature()
 def optimizer_state_dict(side: Side) -> None:
     """Each rank's states, by `torch.save` and `torch.load`."""

@@ -70,9 +70,12 @@ adapters(name="lora_of_the_last_layer_after", **PLAIN)(
 adapters(name="modules_to_save_after", **PLAIN, refused=COPIES)(
     _trains_with_added(target_modules=ATTENTION, modules_to_save=["lm_head"])
 )
-adapters(name="nf4_with_lora_after", prepare=lambda model: quantize(model, "nf4(block=16)"), **QUANTIZED)(
-    _trains_with_added()
-)
+adapters(
+    name="nf4_with_lora_after",
+    prepare=lambda model: quantize(model, "nf4(block=16)"),
+    on=lambda axis: axis.options.get("zero") != 3,  # not supported there, and not refused by name either
+    **QUANTIZED,
+)(_trains_with_added())
 
 
 @adapters()

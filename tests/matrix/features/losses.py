@@ -44,9 +44,9 @@ def loop_by_hand(side: Side) -> None:
     by_hand(side, 1)
 
 
-@feature(refused=NOT_BY_HAND, needs={"causal"})
+@feature(needs={"causal"}, on=lambda axis: axis.ranks("pp", "tp") == 1)
 def derivative_between(side: Side) -> None:
-    """`torch.autograd.grad` changes no `.grad`."""
+    """`torch.autograd.grad` changes no `.grad`. Over `tp` it does not reach parameters, and says so."""
     side.place()
     by_hand(side, 0)
     total = side.summed_loss(side.forward(1), side.targets(1))

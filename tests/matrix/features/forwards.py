@@ -175,7 +175,7 @@ def forward_without_backward(side: Side) -> None:
 def error_in_a_forward(side: Side) -> None:
     """The step after one that failed is as if it had not been."""
     side.place()
-    handle = layers_of(side)[1].register_forward_pre_hook(_raise)
+    handle = layers_of(side)[1].register_forward_pre_hook(raise_deliberately)
     try:
         side.step(0)
     except Exception as error:
@@ -190,7 +190,7 @@ def error_in_a_forward(side: Side) -> None:
 def error_in_a_backward(side: Side) -> None:
     """Gradients of later layers are there by then."""
     side.place()
-    handle = layers_of(side)[0].register_full_backward_pre_hook(_raise)
+    handle = layers_of(side)[0].register_full_backward_pre_hook(raise_deliberately)
     try:
         side.step(0)
     except Exception as error:
@@ -201,8 +201,12 @@ def error_in_a_backward(side: Side) -> None:
     side.step(1)
 
 
-def _raise(module: nn.Module, inputs: Any) -> None:
-    raise RuntimeError("deliberate")
+class DeliberateError(RuntimeError):
+    pass
+
+
+def raise_deliberately(module: nn.Module, inputs: Any) -> None:
+    raise DeliberateError("deliberate")
 
 
 def _compile_layers(side: Side) -> None:

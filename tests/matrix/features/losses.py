@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from parallelize import (
     valid_tokens,
 )
 from tests.matrix.feature import feature
+from tests.matrix.features.forwards import DeliberateError, layers_of, raise_deliberately
 from tests.matrix.kinds import IGNORED, logits_of, summed_loss
 from tests.matrix.sides import Side
 
@@ -41,6 +42,23 @@ def loop_by_hand(side: Side) -> None:
     side.place()
     by_hand(side, 0)
     side.update()
+    by_hand(side, 1)
+
+
+@feature(
+    refused=NOT_BY_HAND,
+    needs={"causal"},
+    on=lambda axis: axis.options.get("zero") != 3,  # `fully_shard` gives no gradients after it
+)
+def error_in_a_loop_by_hand(side: Side) -> None:
+    """In a backward; the next one is as if it had not been."""
+    side.place()
+    handle = layers_of(side)[0].register_full_backward_pre_hook(raise_deliberately)
+    with suppress(DeliberateError):
+        by_hand(side, 0)
+    handle.remove()
+    for parameter in side.model.parameters():
+        parameter.grad = None
     by_hand(side, 1)
 
 

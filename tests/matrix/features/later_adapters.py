@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from parallelize import Checkpointer, quantize
+from tests.matrix.axes import Axis
 from tests.matrix.features.adapters import PROMPTS, QUANTIZED, adapters, lora
 from tests.matrix.sides import Side, seeded
 
@@ -166,5 +167,11 @@ def _evaluates_after(use: Callable[[Any], nn.Module]) -> Callable[[Side], None]:
     return run
 
 
+def _by_layer_or_all(axis: Axis) -> bool:
+    """Stages plan together, which a layer that is merged by itself cannot ask of them where `tp` shards its weight."""
+    return axis.ranks("pp") == 1 or axis.ranks("tp") == 1
+
+
 for _name, _use in USES.items():
-    adapters(name=f"{_name}_before_a_forward", **PLAIN, refused=IN_FULL)(_evaluates_after(_use))
+    _on = _by_layer_or_all if _use is _each_layer else lambda axis: True
+    adapters(name=f"{_name}_before_a_forward", **PLAIN, refused=IN_FULL, on=_on)(_evaluates_after(_use))

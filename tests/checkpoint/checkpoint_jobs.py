@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -90,26 +90,6 @@ def save_source(rank: int, family: str, axes: dict[str, int], options: dict[str,
     if rank == 0:
         save_file({key: value.contiguous() for key, value in state.items()}, Path(root) / "reference.safetensors")
     return train(parallel, optimizer, 2, 3)
-
-
-def load_sources(
-    rank: int, family: str, axes: dict[str, int], options: dict[str, Any], roots: dict[str, tuple[str, list[float]]]
-) -> list[str]:
-    """Load each of them, into other weights and other state; every difference, as text."""
-    parallel, optimizer = built(family, axes, options, seed=1)
-    train(parallel, optimizer, 7, 1)
-    wrong = []
-    for source, (root, losses) in roots.items():
-        with Checkpointer(root, parallel, optimizer=optimizer) as checkpoints:
-            assert checkpoints.resume() == 2
-        wrong += [
-            f"{source}: {key}"
-            for key in different(parallel, optimizer, load_file(Path(root) / "reference.safetensors"))
-        ]
-        after = train(parallel, optimizer, 2, 3)
-        if any(abs(a - b) > 5e-6 * abs(b) for a, b in zip(after, losses, strict=True)):
-            wrong.append(f"{source}: losses {after} for {losses}")
-    return wrong
 
 
 def different(parallel: ParallelModel, optimizer: Any, expected: dict[str, torch.Tensor]) -> list[str]:

@@ -6,13 +6,12 @@ import copy
 import gc
 import weakref
 
-import pytest
 import torch
 from torch import nn
 
-from parallelize import build_mesh, full_parameter, full_state_dict, parallelize_module
+from parallelize import full_parameter
 from tests.axes.tensor.planned_pairs import planned
-from tests.axes.tensor.test_hot_path import BOTH, pair, step
+from tests.axes.tensor.test_hot_path import pair, step
 from tests.support.models import tiny_model
 from tests.support.threads import run_ranks
 
@@ -61,18 +60,3 @@ def test_moving_a_model_frees_old_storage():
         return sum(storage() is not None for storage in old)
 
     assert run_ranks(2, body) == [0, 0]
-
-
-@pytest.mark.parametrize("family", ["phi3", "gpt2"])
-def test_the_full_state_dict_is_on_rank_0(family):
-    model, models = pair(family)
-    expected = model.state_dict()
-
-    def body(rank):
-        parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
-        return full_state_dict(models[rank])
-
-    first, second = run_ranks(2, body)
-    assert second == {} and first.keys() == expected.keys()
-    assert all(torch.equal(first[name], value) for name, value in expected.items())
-    copy.deepcopy(model).load_state_dict(first)

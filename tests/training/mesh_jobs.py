@@ -1,8 +1,7 @@
-"""What each rank does in the tests of what a review of pipelines and ZeRO found."""
+"""What each rank does in the tests of failed steps and of gradients of uneven inputs."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -18,7 +17,7 @@ from parallelize.plan.schema import Cuts
 from parallelize.training.apply_axes import parallelize_model
 from tests.axes.pipeline.behavior_jobs import BLOCKS, FailingBlock
 from tests.axes.pipeline.pipeline_jobs import build, full_value, reference
-from tests.support.models import tiny_batch, tiny_model
+from tests.support.models import tiny_batch
 from tests.support.parity import loss_of, worst
 
 
@@ -62,11 +61,6 @@ def an_id_beyond_the_vocabulary(rank: int, axes: dict[str, int], options: dict[s
     return ""
 
 
-def _net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-
-
 def _data(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
@@ -75,58 +69,6 @@ def _backward(model: nn.Module, unsharded: nn.Module, step: int) -> None:
     model(_data(step, dist.get_rank())).pow(2).sum().backward()
     for other in range(dist.get_world_size()):
         unsharded(_data(step, other)).pow(2).sum().backward()
-
-
-def _gradient_error(model: nn.Module, unsharded: nn.Module) -> float:
-    actual = {n: full_value(model, n, p.grad) for n, p in model.named_parameters()}
-    return worst(actual, {n: p.grad for n, p in unsharded.named_parameters()})[0]
-
-
-def an_exception_in_a_loop_by_hand(rank: int, zero: int) -> float:
-    model, unsharded = _net(), _net()
-    shard_data(model, build_mesh("cpu", dp=dist.get_world_size()), zero)
-    out = model(_data(9, rank))
-    hidden = model[0](_data(9, rank))
-    hidden.register_hook(lambda _: (_ for _ in ()).throw(ValueError("bang")))
-    with contextlib.suppress(ValueError):
-        (out.sum() + model[2](hidden).sum()).backward()
-    errors = []
-    for step in range(2):
-        model.zero_grad()
-        unsharded.zero_grad()
-        _backward(model, unsharded, step)
-        errors.append(_gradient_error(model, unsharded))
-    return max(errors)
-
-
-def a_derivative_between(rank: int, zero: int) -> float:
-    """`torch.autograd.grad` changes no `.grad`."""
-    model, unsharded = _net(), _net()
-    shard_data(model, build_mesh("cpu", dp=dist.get_world_size()), zero)
-    _backward(model, unsharded, 0)
-    torch.autograd.grad(model(_data(5, rank)).sum(), list(model.parameters()))
-    return _gradient_error(model, unsharded)
-
-
-def two_optimizers(rank: int, zero: int) -> float:
-    """One for each half; the second gets a third group later."""
-    model, unsharded = _net(), _net()
-    shard_data(model, build_mesh("cpu", dp=dist.get_world_size()), zero)
-    planned, plain = list(model.parameters()), list(unsharded.parameters())
-    pairs = [
-        (build_optimizer(model, torch.optim.SGD, planned[:2], lr=0.1), torch.optim.SGD(plain[:2], 0.1)),
-        (build_optimizer(model, torch.optim.SGD, planned[2:3], lr=0.1), torch.optim.SGD(plain[2:3], 0.1)),
-    ]
-    for optimizer, params in zip(pairs[1], (planned, plain), strict=True):
-        optimizer.add_param_group({"params": params[3:], "lr": 0.3})
-    for step in range(2):
-        _backward(model, unsharded, step)
-        for pair in pairs:
-            for either in pair:
-                either.step()
-                either.zero_grad()
-    actual = {n: full_value(model, n, p) for n, p in model.named_parameters()}
-    return worst(actual, {n: p.detach() for n, p in unsharded.named_parameters()})[0]
 
 
 class OddShapes(nn.Module):
@@ -165,23 +107,6 @@ def odd_shapes(rank: int, zero: int, fused: bool) -> float:
     return max(*errors, worst(actual, {n: p.detach() for n, p in unsharded.named_parameters()})[0])
 
 
-def clipping_by_groups(rank: int, zero: int) -> float:
-    """Clipping what the optimizer has is clipping what it steps."""
-    from parallelize import clip_grad_norm_
-
-    model, unsharded = _net(), _net()
-    shard_data(model, build_mesh("cpu", dp=dist.get_world_size()), zero)
-    optimizer = build_optimizer(model, torch.optim.SGD, lr=0.1)
-    _backward(model, unsharded, 0)
-    norm = clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
-    expected = nn.utils.clip_grad_norm_(unsharded.parameters(), 0.1)
-    optimizer.step()
-    torch.optim.SGD(unsharded.parameters(), 0.1).step()
-    actual = {n: full_value(model, n, p) for n, p in model.named_parameters()}
-    error, _ = worst(actual, {n: p.detach() for n, p in unsharded.named_parameters()})
-    return max(float((norm - expected).abs()), error)
-
-
 def many_narrow_microbatches(rank: int, zero: int) -> float:
     """512 gradients of one, summed: bfloat16 would stop at 256."""
     model = nn.Linear(4, 4, bias=False)
@@ -194,26 +119,6 @@ def many_narrow_microbatches(rank: int, zero: int) -> float:
     parallel = parallelize_model(model, build_mesh("cpu", dp=2), zero=zero, dtype=torch.bfloat16, **options)
     parallel.step(torch.ones(512, 4, dtype=torch.bfloat16), targets=torch.ones(512))
     return float((full_value(model, "weight", model.weight.grad) * 4 - 512).abs().max())
-
-
-def split_backward_with_overlap(rank: int) -> float:
-    """A schedule that splits backwards, with collectives overlapped with matmuls: the same order on every tp rank."""
-    model = tiny_model("llama", torch.float64, num_hidden_layers=4)
-    unsharded = copy.deepcopy(model)
-    parallel = parallelize_model(
-        model,
-        build_mesh("cpu", pp=2, tp=2),
-        schedule="zbv",
-        overlap="chunked",
-        sequence_parallel=True,
-        loss_parallel=True,
-    )
-    ids, labels = tiny_batch(batch=8, length=7)
-    parallel.step(ids, targets=labels)
-    loss_of(unsharded(ids).logits, labels).backward()
-    expected = dict(unsharded.named_parameters())
-    actual = {n: full_value(model, n, p.grad) for n, p in model.named_parameters()}
-    return worst(actual, {n: expected[n].grad for n in actual})[0]
 
 
 def lengths_of_their_own(rank: int) -> float:

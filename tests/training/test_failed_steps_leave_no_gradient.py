@@ -11,12 +11,10 @@ pytestmark = pytest.mark.processes
 
 @pytest.mark.variants(every=2)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_step_after_a_failed_one_is_right(two_processes, four_processes, zero, backward):
-    assert max(two_processes.run(jobs.fails_then_works, {"dp": 2}, {"zero": zero}, backward, True)) < 1e-12
-    assert max(four_processes.run(jobs.fails_then_works, {"pp": 2, "dp": 2}, {"zero": zero}, backward, True)) < 1e-12
-    if zero < 3:  # `fully_shard` waits for the rank that failed alone
-        assert max(two_processes.run(jobs.fails_then_works, {"dp": 2}, {"zero": zero}, backward, False)) < 1e-12
+@pytest.mark.parametrize("zero", [0, 1, 2])  # with ZeRO 3 `fully_shard` waits for the rank that failed alone
+def test_a_step_after_a_failed_one_is_right(two_processes, zero, backward):
+    for everywhere in (False, True):
+        assert max(two_processes.run(jobs.fails_then_works, {"dp": 2}, {"zero": zero}, backward, everywhere)) < 1e-12
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble"])

@@ -14,11 +14,13 @@ from parallelize.plan.choose import choose_plan
 from tests.axes.pipeline.pipeline_jobs import full_value
 from tests.support.models import COMMON, MIXTURES, tiny_batch, tiny_model
 from tests.support.threads import run_ranks
-from tests.training.test_folded_experts import check, rows_of
+from tests.training.folded_experts import check, rows_of
 
 FOLDED = {
     "data": ({"dp": 2}, {"ep": 2, "zero": 2}),
     "zero 3": ({"dp": 2}, {"ep": 2, "zero": 3, "recompute": "selective"}),
+    "zero 3 of copies": ({"dp": 4}, {"ep": 2, "zero": 3, "overlap": "chunked", "recompute": "full"}),
+    "parts": ({"dp": 2}, {"etp": 2, "zero": 1}),
     "sequences": ({"cp": 2}, {"ep": 2}),
     "stages": ({"pp": 2, "dp": 2}, {"ep": 2, "num_microbatches": 2}),
     "recomputed stages": ({"pp": 2}, {"num_microbatches": 2, "recompute": "full"}),

@@ -21,7 +21,7 @@ from parallelize.base.errors import ParallelizeError
 from parallelize.base.mesh import MeshSpec, possible_expert_ranks
 from parallelize.plan.stage_ranks import SCHEDULES
 from tests.support.models import COMMON, MIXTURES, tiny_model
-from tests.training.test_folded_experts import check
+from tests.training.folded_experts import check
 
 FIRST, _, LAST = os.environ.get("PARALLELIZE_MIXTURES", "0-19").partition("-")
 MESHES: tuple[dict[str, int], ...] = (

@@ -49,13 +49,6 @@ def build(family: str, dtype: torch.dtype, layers: int) -> nn.Module:
     if family == "gemma3-long":  # more layers than its pattern of two sliding ones and a full one
         kinds = ["full_attention" if n % 3 == 2 else "sliding_attention" for n in range(max(layers, 4))]
         return tiny_model("gemma3", dtype, num_hidden_layers=len(kinds), layer_types=kinds)
-    if family == "llama-shared":  # one key/value head for all ranks, tied embeddings, frozen norms
-        model = tiny_model("llama", dtype, num_hidden_layers=layers, num_key_value_heads=1, tie_word_embeddings=True)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("layernorm" not in name)
-        return model
-    if family == "llama-tied":
-        return tiny_model("llama", dtype, num_hidden_layers=layers, tie_word_embeddings=True)
     return tiny_model(family, dtype, num_hidden_layers=layers)
 
 
@@ -106,8 +99,7 @@ def full_value(module: nn.Module, name: str, value: Any) -> torch.Tensor:
 
 def mesh_parity(rank: int, family: str, axes: dict[str, int], dtype: torch.dtype, options: dict[str, Any]) -> float:
     """Loss, gradients, norm and weights after three SGD steps of a model on a mesh; the largest relative error."""
-    layers = options.pop("layers", axes.get("pp", 1) * (2 if "schedule" in options else 1) + 1)
-    model = build(family, dtype, layers)
+    model = build(family, dtype, axes.get("pp", 1) * (2 if "schedule" in options else 1) + 1)
     unsharded = copy.deepcopy(model).double()  # exact for float32 too, whose tolerance is for the mesh's rounding alone
     mesh = build_mesh("cpu", **axes)
     if family == "blocks":
@@ -158,30 +150,3 @@ def mesh_parity(rank: int, family: str, axes: dict[str, int], dtype: torch.dtype
     errors["weights"] = worst(actual, {n: expected[n].detach() for n in actual})[0]
     assert max(errors.values()) <= TOLERANCE[dtype], errors
     return max(errors.values())
-
-
-def from_meta(rank: int, axes: dict[str, int], options: dict[str, Any]) -> list[float]:
-    """Losses of three steps of a GPT-2 with dropout that was built on meta; equal on every mesh."""
-    import transformers
-
-    from parallelize import build_on_meta
-    from parallelize.state.stored_slices import data_rank
-
-    sizes = {"vocab_size": 67, "n_embd": 48, "n_layer": 4, "n_head": 8, "n_positions": 64, "n_inner": 72}
-    ends = {"bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0.1, "attn_pdrop": 0.2, "embd_pdrop": 0.1}
-    model = build_on_meta(
-        transformers.GPT2LMHeadModel, transformers.GPT2Config(**sizes, **ends, use_cache=False)
-    ).train()
-    mesh = build_mesh("cpu", **axes)
-    parallel = parallelize_model(model, mesh, initialize=3, dropout_seed=5, **options)
-    optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-2)
-    rank_of_data, ranks = data_rank(mesh, ("dp_replicate", "dp"))
-    losses = []
-    for step in range(3):
-        ids, labels = tiny_batch(batch=8, length=7, seed=step)
-        local = slice(8 // ranks * rank_of_data, 8 // ranks * (rank_of_data + 1))
-        losses.append(float(parallel.step(ids[local], targets=labels[local])))
-        parallel.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses

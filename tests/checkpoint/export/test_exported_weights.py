@@ -17,13 +17,8 @@ from tests.support.threads import run_ranks
 DENSE = [family for family in FAMILIES if family not in MIXTURES]
 MESHES = {
     "tp4": ({"tp": 4}, {}),
-    "dp2tp2-zero0": ({"dp": 2, "tp": 2}, {"zero": 0}),
     "dp2tp2-zero3": ({"dp": 2, "tp": 2}, {"zero": 3}),
-    "dp4-zero1": ({"dp": 4}, {"zero": 1}),
-    "dp2cp2-zero2": ({"dp": 2, "cp": 2}, {"zero": 2}),
     "pp2tp2": ({"pp": 2, "tp": 2}, {}),
-    "pp2dp2-zero2": ({"pp": 2, "dp": 2}, {"zero": 2}),
-    "dp4-zero3": ({"dp": 4}, {"zero": 3}),
 }
 EXPERT_MESHES = {
     "dp4-zero3-ep2": ({"dp": 4}, {"zero": 3, "ep": 2}),

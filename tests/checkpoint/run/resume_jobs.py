@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from parallelize.base.errors import ParallelizeError
 from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.training.apply_axes import parallelize_model
-from tests.axes.zero.zero_jobs import OPTIMIZERS
 from tests.checkpoint.checkpoint_jobs import built, different, everything, train
 from tests.support import device
 from tests.support.models import tiny_model
@@ -144,55 +142,6 @@ def rebuilt_run(rank: int, axes: dict[str, int], options: dict[str, Any], root: 
             optimizer.zero_grad()
             scheduler.step()
             losses.append(scheduler.get_last_lr()[0])
-    return losses
-
-
-def every_optimizer(rank: int, axes: dict[str, int], options: dict[str, Any], root: str) -> list[str]:
-    """Each optimizer of torch.optim that takes such parameters: state saved, loaded into a new one, and going on
-    alike."""
-    wrong = []
-    for name, settings in {**OPTIMIZERS, "Adafactor": {}, "LBFGS": {"max_iter": 2}}.items():
-        if rank == 0:
-            shutil.rmtree(Path(root) / name, ignore_errors=True)
-        dist.barrier()
-        runs = []
-        for seed in (0, 1):
-            model = tiny_model("llama", num_hidden_layers=1, seed=seed)
-            parallel = parallelize_model(model, build_mesh("cpu", **axes), **options)
-            try:
-                optimizer = parallel.optimizer(getattr(torch.optim, name), **settings)
-            except ParallelizeError:
-                break
-            if name == "LBFGS":
-                _closure_steps(parallel, optimizer, 2)
-            else:
-                train(parallel, optimizer, seed, 2)
-            runs.append((parallel, optimizer))
-        if not runs:
-            continue
-        with Checkpointer(str(Path(root) / name), runs[0][0], optimizer=runs[0][1]) as checkpoints:
-            checkpoints.save(2)
-        load_checkpoint(Path(root) / name, runs[1][0], optimizer=runs[1][1])
-        losses = [_closure_steps(p, o, 2) if name == "LBFGS" else train(p, o, 4, 3) for p, o in runs]
-        if losses[0] != losses[1]:
-            wrong.append(f"{name}: {losses}")
-    return wrong
-
-
-def _closure_steps(parallel: ParallelModel, optimizer: Any, count: int) -> list[float]:
-    from parallelize.state.stored_slices import data_rank
-    from tests.support.models import tiny_batch
-
-    index, ranks = data_rank(parallel.mesh, ("dp",))
-    losses = []
-    for step in range(count):
-        ids, labels = (t.chunk(ranks)[index] for t in tiny_batch(batch=8, length=3, seed=step))
-
-        def closure(ids: Any = ids, labels: Any = labels) -> torch.Tensor:
-            optimizer.zero_grad()
-            return parallel.step(ids, targets=labels)
-
-        losses.append(float(optimizer.step(closure)))
     return losses
 
 

@@ -47,13 +47,6 @@ def test_a_run_resumed_on_another_mesh_has_the_same_batches_dropout_and_streams(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("axes", "options"), [({"dp": 2}, {"zero": 1}), ({"tp": 2}, {}), ({"dp": 2}, {"zero": 0})])
-def test_every_optimizer_resumes_exactly(two_processes, tmp_path, axes, options):
-    for wrong in two_processes.run(jobs.every_optimizer, axes, options, str(tmp_path)):
-        assert not wrong
-
-
-@pytest.mark.sweep
 def test_float32_copies_of_bfloat16_weights_are_saved(two_processes, tmp_path):
     for wrong in two_processes.run(jobs.masters, str(tmp_path)):
         assert not wrong

@@ -14,6 +14,7 @@ from torch import nn
 from parallelize import dequantize, quantize, save_adapter
 from tests.matrix.axes import Axis
 from tests.matrix.feature import feature
+from tests.matrix.features.state import ADAMW, first_step, go_on_elsewhere
 from tests.matrix.kinds import IGNORED, LENGTH, ROWS
 from tests.matrix.sides import Side, seeded
 
@@ -267,12 +268,41 @@ BLOCKS: dict[str, dict[str, Any]] = {
 QUANTIZED: dict[str, Any] = {"needs": PROMPTS, "without": {"recurrent"}, "overrides": BLOCKS}
 
 
-def quantized(form: str) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: lora()(quantize(model, form))
+def quantized(form: str, **options: Any) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: lora(**options)(quantize(model, form))
 
 
 @adapters(prepare=quantized("nf4(block=16)"), names=("quantize", "QuantizedLinear"), **QUANTIZED)
 def nf4_with_lora(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+@adapters(prepare=quantized("nf4(block=16)"), **QUANTIZED)
+def nf4_recomputed(side: Side) -> None:
+    side.place(recompute="selective")
+    side.train()
+
+
+@adapters(prepare=quantized("nf4(block=16)"), **QUANTIZED)
+def nf4_resumed_elsewhere(side: Side) -> None:
+    fresh = copy.deepcopy(side.model)
+    for parameter in fresh.parameters():
+        if not parameter.is_floating_point():
+            parameter.data.zero_()
+    first_step(side, **ADAMW)
+    go_on_elsewhere(side, fresh, **ADAMW)
+
+
+@adapters(prepare=quantized("nf4(block=16)", use_dora=True), **QUANTIZED)
+def nf4_with_dora(side: Side) -> None:
+    """Which reads the weight."""
+    side.place()
+    side.train()
+
+
+@adapters(prepare=quantized("nf4(block=16)", **EXPERTS), **{**QUANTIZED, "needs": {"experts"}})
+def nf4_with_lora_of_experts(side: Side) -> None:
     side.place()
     side.train()
 

@@ -1,10 +1,14 @@
-"""What is asked of a mixture's routers: their load, their choices, a balance."""
+"""What is asked of a mixture's routers: their load, their choices, a balance; and the ranks that have its experts."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from parallelize import balanced_routing, record_routes, replay_routes, routing_load
+from tests.matrix.axes import Axis
 from tests.matrix.feature import feature
 from tests.matrix.features.losses import NOT_BY_HAND
 from tests.matrix.kinds import LENGTH, ROWS
@@ -50,3 +54,61 @@ def given_routes(side: Side) -> None:
     with replay_routes(side.model, routes), record_routes(side.model) as seen:
         side.step(0)
     side.record("chosen", seen.gather())
+
+
+# -- folded over the axes of any mesh, at each stage of ZeRO -----------------------------------------------------------
+
+
+def _train(side: Side) -> None:
+    """With the norm, which counts each part of an expert once."""
+    side.step(0)
+    side.step(1)
+    side.clip(0.3)
+    side.update()
+    side.step(2)
+
+
+def _trains_with(**options: Any) -> Callable[[Side], None]:
+    def run(side: Side) -> None:
+        side.place(**options)
+        _train(side)
+
+    return run
+
+
+def _on_ranks(number: int, zero: int = 0) -> Callable[[Axis], bool]:
+    """Ranks of `dp`, `cp` and `tp`, over which experts go; replicas and stages have them once more."""
+    return lambda axis: axis.ranks("dp", "cp", "tp") >= number and (not zero or axis.data_ranks > 1)
+
+
+for _zero in range(4):
+    feature(name=f"whole_experts_zero_{_zero}", needs={"experts"}, on=_on_ranks(2, _zero))(
+        _trains_with(ep=2, etp=1, zero=_zero)
+    )
+    feature(name=f"split_experts_zero_{_zero}", needs={"experts"}, on=_on_ranks(2, _zero))(
+        _trains_with(ep=1, etp=2, zero=_zero)
+    )
+feature(name="whole_experts_that_are_split", needs={"experts"}, on=_on_ranks(4))(_trains_with(ep=2, etp=2))
+feature(name="experts_over_four_ranks", needs={"experts"}, on=_on_ranks(4))(
+    _trains_with(ep=4, etp=1)
+)  # one or two each
+feature(name="recomputed_experts_zero_3", needs={"experts"}, on=_on_ranks(2, 3))(
+    # a unit with one copy of each expert gathers nothing, and runs other ops in a replay
+    _trains_with(ep=2, etp=1, zero=3, recompute="selective")
+)
+for _name, _options in {"whole": {"ep": 2, "etp": 1}, "split": {"ep": 1, "etp": 2}}.items():
+    feature(name=f"deferred_{_name}_experts", needs={"experts"}, on=_on_ranks(2, 2))(
+        # what `dp` splits is reduced in each backward; experts that it does not split, once per step
+        _trains_with(**_options, zero=2, defer=True, num_microbatches=2)
+    )
+
+
+FIRST_IS_DENSE = {"mixture": {"mlp_only_layers": [0], "num_hidden_layers": 2}}
+
+for _zero in (1, 3):  # a stage without experts, whose ranks are in the groups of the experts too
+    feature(
+        name=f"stage_without_experts_zero_{_zero}",
+        needs={"experts"},
+        overrides=FIRST_IS_DENSE,
+        on=lambda axis: axis.mixture and axis.ranks("pp") > 1,
+    )(_trains_with(zero=_zero))

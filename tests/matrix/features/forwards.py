@@ -98,6 +98,13 @@ def selectively_recomputed_dropout(side: Side) -> None:
     side.train()
 
 
+@feature(one_rank=True, needs={"stock"}, without={"recurrent"}, overrides={k: v for k, v in DROPOUT.items() if k})
+def dropout_checkpointed_by_transformers(side: Side) -> None:
+    side.place()
+    side.model.gradient_checkpointing_enable()
+    side.train()
+
+
 @feature()
 def recompute_full(side: Side) -> None:
     side.place(recompute="full")
@@ -204,7 +211,7 @@ def forward_without_backward(side: Side) -> None:
 def error_in_a_forward(side: Side) -> None:
     """The step after one that failed is as if it had not been."""
     side.place()
-    handle = layers_of(side)[1].register_forward_pre_hook(_raise)
+    handle = layers_of(side)[1].register_forward_pre_hook(raise_deliberately)
     try:
         side.step(0)
     except Exception as error:
@@ -215,8 +222,27 @@ def error_in_a_forward(side: Side) -> None:
     side.step(1)
 
 
-def _raise(module: nn.Module, inputs: Any) -> None:
-    raise RuntimeError("deliberate")
+@feature(needs={"causal"})
+def error_in_a_backward(side: Side) -> None:
+    """Gradients of later layers are there by then."""
+    side.place()
+    handle = layers_of(side)[0].register_full_backward_pre_hook(raise_deliberately)
+    try:
+        side.step(0)
+    except Exception as error:
+        assert "deliberate" in str(error), error
+    handle.remove()
+    for parameter in side.model.parameters():
+        parameter.grad = None
+    side.step(1)
+
+
+class DeliberateError(RuntimeError):
+    pass
+
+
+def raise_deliberately(module: nn.Module, inputs: Any) -> None:
+    raise DeliberateError("deliberate")
 
 
 def _compile_layers(side: Side) -> None:

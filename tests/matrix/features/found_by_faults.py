@@ -147,11 +147,7 @@ def gradients_replaced_and_reset(side: Side) -> None:
     side.step(1)
 
 
-@feature()
-def overflow_on_one_rank(side: Side) -> None:
-    """A gradient is infinite where the first rank stores it; no rank may step then."""
-    side.place()
-    optimizer = side.optimizer(torch.optim.SGD, momentum=0.9)
+def _steps_with_overflow(side: Side, optimizer: torch.optim.Optimizer, unscales: bool) -> None:
     scaling = torch.amp.GradScaler("cpu", init_scale=16.0)
     side.step(0)
     if side.alone or dist.get_rank() == 0:
@@ -159,10 +155,37 @@ def overflow_on_one_rank(side: Side) -> None:
         first: Any = gradients[0]
         (first.to_local() if isinstance(first, DTensor) else first).view(-1)[0] = float("inf")
     scaling.scale(torch.zeros(()))
-    scaling.unscale_(optimizer)
+    if unscales:
+        scaling.unscale_(optimizer)
     scaling.step(optimizer)
+    scaling.update()
+    side.record("scale", scaling.get_scale())
     optimizer.zero_grad()
     side.step(1)
+
+
+@feature()
+def overflow_on_one_rank(side: Side) -> None:
+    """A gradient is infinite where the first rank stores it; no rank may step then."""
+    side.place()
+    _steps_with_overflow(side, side.optimizer(torch.optim.SGD, momentum=0.9), unscales=True)
+
+
+@feature(needs={"causal", "stock"}, without={"recurrent", "experts"})
+def overflow_before_unscaling(side: Side) -> None:
+    side.place()
+    _steps_with_overflow(side, side.optimizer(torch.optim.SGD, momentum=0.9), unscales=False)
+
+
+@feature(
+    needs={"causal", "stock"},
+    without={"recurrent", "experts"},
+    on=lambda axis: axis.ranks("dp", "dp_replicate", "cp") == 1,
+)
+def overflow_of_an_optimizer_of_pytorch(side: Side) -> None:
+    """Built by its class, not by the package, where no rank has the gradient that another one has too."""
+    side.place()
+    _steps_with_overflow(side, torch.optim.SGD(side.model.parameters(), lr=0.1), unscales=False)
 
 
 def _before_zero3(axis: Axis) -> bool:

@@ -50,6 +50,61 @@ def clip_of_torch(side: Side) -> None:
     side.update()
 
 
+def _full(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@feature()
+def clip_by_every_call(side: Side) -> None:
+    """One after the other to ever smaller norms, of two orders, of the model's parameters and of the optimizer's."""
+    side.place()
+    optimizer = side.optimizer()
+    side.step(0)
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    clip_of = nn.utils.clip_grad_norm_ if side.alone else clip_grad_norm_
+    most = 0.3
+    for parameters in (list(side.model.parameters()), stepped):
+        for call, options in ((clip_of, {}), *((nn.utils.clip_grad_norm_, {"foreach": how}) for how in (False, True))):
+            for order in (2.0, float("inf")):
+                side.record("norm", _full(call(parameters, most, order, **options)))
+                most *= 0.7
+    scaling = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaling.scale(torch.ones(()))
+    scaling.unscale_(optimizer)
+    side.record("norm", _full(nn.utils.clip_grad_norm_(side.model.parameters(), most)))
+
+
+@feature(needs={"causal"}, on=lambda axis: axis.ranks("pp") == 1)
+def clip_by_parts(side: Side) -> None:
+    """PyTorch's norm, and what clips to it, called apart."""
+    side.place()
+    side.step(0)
+    parameters = list(side.model.parameters())
+    norm = _full(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    side.record("norm", norm)
+    nn.utils.clip_grads_with_norm_(parameters, 0.3, norm)
+
+
+SHARED_AND_TIED = {
+    "llama": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "hybrid": {"num_key_value_heads": 1},
+    "mixture": {"num_key_value_heads": 1},
+}
+
+
+@feature(overrides=SHARED_AND_TIED)
+def clip_of_shared_and_frozen(side: Side) -> None:
+    """One key/value head on all ranks, a tie that may be on two stages, and norms that do not train."""
+    for parameter in side.like("norm", "ln_").values():
+        parameter.requires_grad_(False)
+    side.place()
+    side.step(0)
+    side.clip(0.3)
+    side.clip(0.01, norm_type=float("inf"))
+    side.update()
+    side.step(1)
+
+
 @feature()
 def clip_values(side: Side) -> None:
     side.place()
@@ -285,6 +340,18 @@ def weights_edited_by_data(side: Side) -> None:
     side.update()
     for parameter in side.model.parameters():
         parameter.data.mul_(0.9)
+    side.step(1)
+    side.update()
+
+
+@feature(needs={"causal"})
+def weights_assigned(side: Side) -> None:
+    """`parameter.data = values`, as for plain parameters."""
+    side.place()
+    side.step(0)
+    side.update()
+    for parameter in side.model.parameters():
+        parameter.data = parameter.data * 0.9
     side.step(1)
     side.update()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from parallelize import (
 )
 from parallelize.tools.verification.precision import InFloat64
 from tests.matrix.feature import feature
+from tests.matrix.features.forwards import DeliberateError, layers_of, raise_deliberately
 from tests.matrix.kinds import IGNORED, logits_of, summed_loss
 from tests.matrix.sides import Side
 
@@ -44,6 +45,32 @@ def loop_by_hand(side: Side) -> None:
     by_hand(side, 0)
     side.update()
     by_hand(side, 1)
+
+
+@feature(
+    refused=NOT_BY_HAND,
+    needs={"causal"},
+    on=lambda axis: axis.options.get("zero") != 3,  # `fully_shard` gives no gradients after it
+)
+def error_in_a_loop_by_hand(side: Side) -> None:
+    """In a backward; the next one is as if it had not been."""
+    side.place()
+    handle = layers_of(side)[0].register_full_backward_pre_hook(raise_deliberately)
+    with suppress(DeliberateError):
+        by_hand(side, 0)
+    handle.remove()
+    for parameter in side.model.parameters():
+        parameter.grad = None
+    by_hand(side, 1)
+
+
+@feature(needs={"causal"}, on=lambda axis: axis.ranks("pp", "tp") == 1)
+def derivative_between(side: Side) -> None:
+    """`torch.autograd.grad` changes no `.grad`. Over `tp` it does not reach parameters, and says so."""
+    side.place()
+    by_hand(side, 0)
+    total = side.summed_loss(side.forward(1), side.targets(1))
+    torch.autograd.grad(total, [p for p in side.model.parameters() if p.requires_grad], allow_unused=True)
 
 
 @feature(refused=NOT_BY_HAND, needs={"text"})

@@ -92,6 +92,27 @@ def two_optimizers(side: Side) -> None:
     side.train()
 
 
+@feature(needs={"causal"})
+def group_added_later(side: Side) -> None:
+    side.place()
+    others = [p for p in side.model.parameters() if p.ndim < 2]
+    optimizer = side.optimizer(optim.SGD, [p for p in side.model.parameters() if p.ndim > 1], momentum=0.9)
+    side.step(0)
+    side.update()
+    optimizer.add_param_group({"params": others, "lr": 0.02})
+    side.step(1)
+    side.update()
+
+
+@feature(needs={"causal"})
+def closure(side: Side) -> None:
+    side.place()
+    optimizer = side.optimizer(optim.SGD, momentum=0.9)
+    for number in range(2):
+        optimizer.zero_grad()
+        optimizer.step(lambda number=number: side.step(number))
+
+
 @feature()
 def learning_rate_schedule(side: Side) -> None:
     side.place()

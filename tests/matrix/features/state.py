@@ -25,8 +25,12 @@ from parallelize import (
     save_pretrained,
     set_random_state,
     shard_info,
+    tied_names,
 )
+from parallelize.state.stored_slices import stored_parameters
+from tests.matrix.axes import AXES
 from tests.matrix.feature import feature
+from tests.matrix.features.optimizers import CLASSES, FULL_MATRICES
 from tests.matrix.sides import Alone, Side, seeded
 from tests.support.models import keep_float64
 
@@ -34,7 +38,7 @@ COPIED = {"sharded-copy": "fully_shard does not support copies of a module whose
 ADAMW = {"cls": torch.optim.AdamW, "lr": 1e-3, "weight_decay": 0.1}
 
 
-def _first_step(side: Side, **optimizer: Any) -> None:
+def first_step(side: Side, **optimizer: Any) -> None:
     side.place()
     side.optimizer(**optimizer)
     side.step(0)
@@ -61,7 +65,7 @@ def _resumed(side: Side, model: nn.Module, **optimizer: Any) -> None:
         assert checkpoints.resume() == 1
 
 
-def _go_on_elsewhere(side: Side, model: nn.Module, **optimizer: Any) -> None:
+def go_on_elsewhere(side: Side, model: nn.Module, **optimizer: Any) -> None:
     if not side.alone:
         _save(side)
         other = side.elsewhere()
@@ -74,7 +78,7 @@ def _go_on_elsewhere(side: Side, model: nn.Module, **optimizer: Any) -> None:
 @feature(names=("Checkpointer",))
 def resume(side: Side) -> None:
     fresh = copy.deepcopy(side.model)
-    _first_step(side, momentum=0.9)
+    first_step(side, momentum=0.9)
     if not side.alone:
         _save(side)
         _resumed(side, fresh, momentum=0.9)
@@ -84,7 +88,7 @@ def resume(side: Side) -> None:
 @feature()
 def resume_adamw(side: Side) -> None:
     fresh = copy.deepcopy(side.model)
-    _first_step(side, **ADAMW)
+    first_step(side, **ADAMW)
     if not side.alone:
         _save(side)
         _resumed(side, fresh, **ADAMW)
@@ -94,21 +98,56 @@ def resume_adamw(side: Side) -> None:
 @feature()
 def resume_elsewhere(side: Side) -> None:
     fresh = copy.deepcopy(side.model)
-    _first_step(side, momentum=0.9)
-    _go_on_elsewhere(side, fresh, momentum=0.9)
+    first_step(side, momentum=0.9)
+    go_on_elsewhere(side, fresh, momentum=0.9)
 
 
 @feature()
 def resume_adamw_elsewhere(side: Side) -> None:
     fresh = copy.deepcopy(side.model)
-    _first_step(side, **ADAMW)
-    _go_on_elsewhere(side, fresh, **ADAMW)
+    first_step(side, **ADAMW)
+    go_on_elsewhere(side, fresh, **ADAMW)
+
+
+@feature()
+def resume_from_elsewhere(side: Side) -> None:
+    """Another mesh has saved what this one goes on with."""
+    fresh = copy.deepcopy(side.model)
+    before = side if side.alone else side.elsewhere()
+    first_step(before, **ADAMW)
+    if not side.alone:
+        _save(before)
+        _resumed(side, fresh, **ADAMW)
+    _second_step(side)
+
+
+def _resumes_with(cls: Any, options: dict[str, Any]) -> Any:
+    def run(side: Side) -> None:
+        fresh = copy.deepcopy(side.model)
+        first_step(side, cls=cls, **options)
+        if not side.alone:
+            _save(side)
+            _resumed(side, fresh, cls=cls, **options)
+        _second_step(side)
+
+    return run
+
+
+WITH_EVERY_CLASS = [AXES[name] for name in ("dp-zero0", "dp-zero1", "dp-zero3", "tp", "pp-1f1b")]
+
+for _name, (_cls, _options) in {**CLASSES, "adafactor": (torch.optim.Adafactor, {"eps": (1e-2, 1e-3)})}.items():
+    feature(
+        name=f"{_name}_resumed",
+        needs={"own"},
+        on=WITH_EVERY_CLASS.__contains__,
+        refused=FULL_MATRICES if _name == "adafactor" else {},
+    )(_resumes_with(_cls, _options))
 
 
 @feature(names=("load_checkpoint",))
 def load_weights_of_checkpoint(side: Side) -> None:
     fresh = copy.deepcopy(side.model)
-    _first_step(side)
+    first_step(side)
     if not side.alone:
         _save(side)
         side.model, side.optimizers = fresh, []
@@ -129,7 +168,7 @@ def _without_values(side: Side, model: nn.Module) -> nn.Module:
 def initialize_from_checkpoint(side: Side) -> None:
     """A model on the meta device takes its weights from the folder of a run."""
     fresh = copy.deepcopy(side.model)
-    _first_step(side)
+    first_step(side)
     if not side.alone:
         _save(side)
         side.model, side.optimizers = _without_values(side, fresh), []
@@ -140,7 +179,7 @@ def initialize_from_checkpoint(side: Side) -> None:
 @feature(names=("rebuild", "Rebuilt"))
 def rebuild_optimizer(side: Side) -> None:
     fresh = copy.deepcopy(side.model)
-    _first_step(side, **ADAMW)
+    first_step(side, **ADAMW)
     if not side.alone:
         _save(side)
         side.model, side.optimizers = fresh, []
@@ -149,11 +188,25 @@ def rebuild_optimizer(side: Side) -> None:
     _second_step(side)
 
 
+@feature()
+def full_weights_by_name(side: Side) -> None:
+    """In the order of the unsharded model, tied ones as one tensor; without `every_rank` on the first rank alone."""
+    order = list(side.model.state_dict())
+    ties = [names for names in tied_names(side.model) if set(names) <= set(order)]
+    side.place()
+    full = side.model.state_dict() if side.alone else side.every_weight()
+    side.record("in order", float(list(full) == order))
+    side.record("one tensor", float(all(len({full[name].data_ptr() for name in names}) == 1 for names in ties)))
+    side.record("elsewhere", float(not side.alone and bool(side.weights()) != (torch.distributed.get_rank() == 0)))
+    for name, value in full.items():
+        side.record(f"value of {name}", value)
+
+
 @feature(names=("full_state_dict",))
 def full_weights_unsharded(side: Side) -> None:
     """The full weights, loaded into an unsharded copy, which is evaluated."""
     plain = Alone(side.kind, copy.deepcopy(side.model), side.folder)
-    _first_step(side)
+    first_step(side)
     plain.model.load_state_dict(side.every_weight())
     side.record("unsharded", plain.evaluate(1))
 
@@ -169,11 +222,21 @@ def load_state_dict(side: Side) -> None:
     side.train()
 
 
+@feature(needs={"causal"}, on=lambda axis: axis.sizes.keys() == {"tp"} and "ep" not in axis.options)
+def assigned_state_dict(side: Side) -> None:
+    """Full tensors in the place of the parameters, and then what the model's own `state_dict` gives."""
+    full = {name: value * 1.25 for name, value in side.model.state_dict().items()}
+    side.place()
+    side.model.load_state_dict(full, assign=True)
+    side.model.load_state_dict(copy.deepcopy(side.model.state_dict()))
+    side.evaluate(0)
+
+
 @feature()
 def optimizer_state_dict(side: Side) -> None:
     """Each rank's states, by `torch.save` and `torch.load`."""
     fresh = copy.deepcopy(side.model)
-    _first_step(side, **ADAMW)
+    first_step(side, **ADAMW)
     if not side.alone:
         path = Path(side.folder) / f"optimizer-{torch.distributed.get_rank()}.pt"
         torch.save(side.optimizers[0].state_dict(), path)
@@ -200,7 +263,7 @@ def full_values(side: Side) -> None:
 @feature(names=("save_pretrained", "load_pretrained"), needs={"stock"})
 def pretrained(side: Side) -> None:
     fresh = copy.deepcopy(side.model)
-    _first_step(side)
+    first_step(side)
     if side.alone:
         side.model.save_pretrained(side.folder)
         side.model.load_state_dict(type(side.model).from_pretrained(side.folder).state_dict())
@@ -232,7 +295,7 @@ def initialize_from_pretrained(side: Side) -> None:
 @feature(names=("export_weights",))
 def export(side: Side) -> None:
     names = [name for name, _ in side.model.named_parameters()]
-    _first_step(side)
+    first_step(side)
     exported: dict[str, torch.Tensor] = {}
     if side.alone:
         exported = dict(side.model.named_parameters())
@@ -247,7 +310,7 @@ def export(side: Side) -> None:
 @feature(names=("WeightExporter", "named_tensors"), needs={"stock"})
 def export_for_engines(side: Side) -> None:
     """Under the names of the Hub, and again what has changed."""
-    _first_step(side)
+    first_step(side)
     if side.alone:
         side.model.save_pretrained(side.folder)
         from safetensors.torch import load_file
@@ -293,9 +356,14 @@ def initialize_again(side: Side) -> None:
 @feature(names=("shard_info", "ShardInfo", "Layout", "SlicePair"))
 def shards_cover(side: Side) -> None:
     """Each element of each parameter is in the slices of as many ranks as the layout says, and of one at least."""
-    shapes = {name: list(p.shape) for name, p in side.model.named_parameters(remove_duplicate=False)}
+    full = {name: p.detach().clone() for name, p in side.model.named_parameters(remove_duplicate=False)}
+    shapes = {name: list(value.shape) for name, value in full.items()}
     side.place()
     infos = {} if side.alone else shard_info(side.model)
+    is_more = not side.alone and side.axis.options.get("zero") == 3  # which shards what a plan has sharded once more
+    for stored in [] if side.alone or is_more else stored_parameters(side.model):
+        pairs = infos[stored.fqn].slices(torch.distributed.get_rank())
+        assert all(torch.equal(stored.local[pair.local], full[stored.fqn][pair.full]) for pair in pairs), stored.fqn
     side.record("more names", len(infos.keys() - shapes.keys()))
     for name, shape in shapes.items():
         stored = torch.ones(shape)
@@ -314,7 +382,7 @@ def torch_checkpoint(side: Side) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     fresh = copy.deepcopy(side.model)
-    _first_step(side, **ADAMW)
+    first_step(side, **ADAMW)
     if not side.alone:
         model, optimizer = get_state_dict(side.model, side.optimizers[0])
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=f"{side.folder}/dcp")

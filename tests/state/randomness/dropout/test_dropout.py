@@ -140,23 +140,6 @@ def test_microbatches_draw_their_rows_of_the_mask(family):
     assert error <= 1e-11, f"{name} differs by {error:.1e}"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_data_ranks_draw_their_rows_of_the_mask(family):
-    model = model_of(family)
-    full = copy.deepcopy(model)
-    install_dropout(full, SEED)
-    expected = full(input_ids=BATCH[0]).logits.detach()
-    models = [copy.deepcopy(model) for _ in range(4)]
-
-    def body(rank: int) -> torch.Tensor:
-        parallelize_module(models[rank], build_mesh("cpu", dp=2, tp=2), sequence_parallel=True)
-        install_dropout(models[rank], SEED)
-        return models[rank](input_ids=BATCH[0].chunk(2)[rank // 2]).logits.detach()
-
-    for rank, actual in enumerate(run_ranks(4, body)):
-        assert worst({"": actual}, {"": expected.chunk(2)[rank // 2]})[0] <= 1e-12
-
-
 def test_the_clock_is_saved_and_forwards_without_dropout_do_not_count():
     model = model_of("gpt2")
     clock = install_dropout(model, SEED)
@@ -237,38 +220,6 @@ def test_recompute_draws_the_masks_of_its_own_forward(reentrant, order):
             out.backward()
     actual, expected = gradients(recomputed, False), gradients(plain, False)
     assert worst(actual, expected)[0] == 0.0
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_the_toolkits_recompute(mode):
-    from parallelize.axes.recomputation.recompute import recompute
-
-    model, expected = one_process("gpt2")
-    models = [copy.deepcopy(model) for _ in range(2)]
-
-    def body(rank: int) -> TwoSteps:
-        parallelize_module(models[rank], build_mesh("cpu", tp=2), sequence_parallel=True)
-        recompute(models[rank], mode)
-        install_dropout(models[rank], SEED)
-        return two_steps(models[rank], planned=True)
-
-    for actual in run_ranks(2, body):
-        same(actual, expected)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
-def test_gradient_checkpointing_of_transformers(family):
-    model, expected = one_process(family)
-    models = [copy.deepcopy(model) for _ in range(2)]
-
-    def body(rank: int) -> TwoSteps:
-        models[rank].gradient_checkpointing_enable()
-        parallelize_module(models[rank], build_mesh("cpu", tp=2), sequence_parallel=True)
-        install_dropout(models[rank], SEED)
-        return two_steps(models[rank], planned=True)
-
-    for actual in run_ranks(2, body):
-        same(actual, expected)
 
 
 class Twice(nn.Module):

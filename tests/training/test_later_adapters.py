@@ -1,0 +1,66 @@
+"""Adapters that PEFT adds to a parallel model: what cannot be added or merged is named, and a frozen one has no
+gradient."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from parallelize import ModelError, build_mesh, parallelize_model
+from tests.axes.tensor.install.adapted_models import config
+from tests.support.models import tiny_batch, tiny_model
+from tests.support.threads import run_ranks
+
+peft = pytest.importorskip("peft")
+
+IDS = tiny_batch(67, seed=1)[0]
+LOCK = threading.Lock()  # ranks are threads with one default generator
+
+
+def adapted(parallel, kind="lora"):
+    with LOCK:
+        return peft.get_peft_model(parallel.module, config(kind))
+
+
+def on_mesh(axes, zero):
+    with LOCK:
+        model = tiny_model("llama", torch.float64).eval()
+    return parallelize_model(model, build_mesh("cpu", **axes), zero=zero)
+
+
+def test_what_cannot_be_added_over_data_axes_is_named():
+    def body(rank):
+        parallel = on_mesh({"dp": 2, "tp": 2}, 1)
+        adapted(parallel, "copies")
+        with pytest.raises(ModelError, match=r"was copied, on a mesh with data axes") as error:
+            parallel.optimizer(torch.optim.AdamW)
+        return error.value.slugs
+
+    assert set(run_ranks(4, body)) == {("added-parameter",)}
+
+
+def test_adapters_that_zero_3_has_in_full_are_not_merged_into_rows():
+    def body(rank):
+        with pytest.raises(ModelError, match=r"save_adapter.*then merge in one process") as error:
+            adapted(on_mesh({"dp": 2}, 3)).merge_adapter()
+        return error.value.slugs
+
+    assert run_ranks(2, body) == [("unplanned-adapter",)] * 2
+
+
+def test_a_second_adapter_leaves_the_first_one_frozen_over_data_ranks():
+    """The first adapter was never seen by a forward while it trained."""
+
+    def body(rank):
+        model = adapted(on_mesh({"dp": 2}, 1))
+        with LOCK:
+            model.add_adapter("second", config("lora"))
+        for name in ("second", "default"):
+            model.set_adapter(name)
+            model(input_ids=IDS, use_cache=False).logits.sum().backward()
+        return sum(parameter.grad is not None for parameter in model.parameters())
+
+    counts = run_ranks(2, body)
+    assert counts[0] == counts[1] > 0

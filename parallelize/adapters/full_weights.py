@@ -80,8 +80,8 @@ def refuse_merging_into_shards(layer: nn.Module, base: nn.Module) -> None:
 
 
 def _is_sharded_by_rows(module: nn.Module) -> bool:
-    """Whether `fully_shard` has sharded its weight, which gathers it before the module's forward."""
-    return _is_sharded_over_data(module._parameters.get("weight"))
+    """Whether `fully_shard` has sharded its weight, or the codes of one, which it gathers before the module's forward."""
+    return any(map(_is_sharded_over_data, module._parameters.values()))
 
 
 def _is_sharded_over_data(parameter: Any) -> bool:

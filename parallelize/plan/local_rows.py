@@ -21,12 +21,13 @@ from parallelize.plan.resolved import ModuleRow
 from parallelize.plan.schema import LocalAttribute, Plan
 from parallelize.plan.styles.contract import InputShard, InputWidth
 
+Attributes = dict[str, dict[str, int]]
+"""Module fqn -> attribute -> its value on a rank. Values that stay the same are not listed."""
 
-def local_attributes(
-    plan: Plan, model: ModelFacts, sizes: LayoutMaker
-) -> tuple[dict[str, dict[str, int]], list[Problem]]:
-    """(module fqn to attribute to local value, problems). Values that stay the same are not listed."""
-    values: dict[str, dict[str, int]] = {}
+
+def local_attributes(plan: Plan, model: ModelFacts, sizes: LayoutMaker) -> tuple[Attributes, list[Problem]]:
+    """(the attributes under `local:`, problems)."""
+    values: Attributes = {}
     problems: list[Problem] = []
     for item in plan.local:
         matched = [name for name in model.modules if matches(item.pattern, name)]

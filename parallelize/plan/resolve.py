@@ -15,7 +15,7 @@ from functools import partial
 from parallelize.base.errors import ModelError, PlanError, Problem, did_you_mean
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.adapters import PROMPTS, for_adapters, peft_prefix, refuse_over_axes, renamed
-from parallelize.plan.local_rows import check_batch_parts
+from parallelize.plan.local_rows import Attributes, check_batch_parts
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
 from parallelize.plan.parameter_layouts import dotted
@@ -93,7 +93,7 @@ def resolve_again(earlier: ResolvedPlan, model: ModelFacts) -> ResolvedPlan:
     """
     refuse_over_axes(model, earlier.mesh)
     plan = for_adapters(earlier.plan, model)
-    rows = _tensor_rows(plan, model, earlier.mesh, None)
+    rows = _tensor_rows(plan, model, earlier.mesh, None, earlier.attributes)  # by now the modules have local values
     resolved = replace(
         earlier,
         plan=plan,
@@ -101,18 +101,17 @@ def resolve_again(earlier: ResolvedPlan, model: ModelFacts) -> ResolvedPlan:
         modules=rows.modules,
         parameters=rows.parameters,
         regions=rows.regions,
-        attributes=rows.attributes,
     )
     return replace(resolved, ties=tied_parameters(plan, model, rows.parameters, resolved.pp_ranks))
 
 
 def _tensor_rows(
-    plan: Plan, model: ModelFacts, mesh: MeshSpec, earlier: ResolvedPlan | None
+    plan: Plan, model: ModelFacts, mesh: MeshSpec, earlier: ResolvedPlan | None, attributes: Attributes | None = None
 ) -> TensorRows | ResolvedPlan:
     """What holds over `tp`. On a mesh without it the rules matter only for the head whose matmul is left to the
     loss."""
     if "tp" in mesh.names:
-        return tensor_rows(plan, model, mesh.size("tp"))
+        return tensor_rows(plan, model, mesh.size("tp"), attributes)
     if earlier is not None and "tp" in earlier.mesh.names:
         return earlier
     full = plan.options.over(Options())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from parallelize.base.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
 from parallelize.base.layout import replicated
 from parallelize.plan.adapters import layer_name
-from parallelize.plan.local_rows import local_attributes, with_local_inputs
+from parallelize.plan.local_rows import Attributes, local_attributes, with_local_inputs
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts, is_sequential
 from parallelize.plan.parameter_layouts import LayoutMaker
 from parallelize.plan.pattern import alternatives, generic, is_default, matches
@@ -32,18 +32,19 @@ class TensorRows:
     attributes: dict[str, dict[str, int]]
 
 
-def tensor_rows(plan: Plan, model: ModelFacts, tp_size: int) -> TensorRows:
+def tensor_rows(plan: Plan, model: ModelFacts, tp_size: int, attributes: Attributes | None = None) -> TensorRows:
     """Match every rule, assign a rule to every parameter, and make all layouts.
 
     Args:
         plan: for this model (`for_model`), with complete options.
         model: names, shapes and ties, of a model on any device.
         tp_size: ranks of the axis `tp`.
+        attributes: those of a model whose modules have them already. None: made from its full ones.
 
     Raises:
         PlanError: all problems at once, in the order of the file.
     """
-    return _Resolver(plan, model, tp_size).run()
+    return _Resolver(plan, model, tp_size).run(attributes)
 
 
 LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -60,7 +61,7 @@ class _Resolver:
         self.problems: list[Problem] = []
         self.layouts = LayoutMaker(plan, model, tp_size)
 
-    def run(self) -> TensorRows:
+    def run(self, attributes: Attributes | None) -> TensorRows:
         module_rules, parameter_rules = self._match()
         regions = self._regions()
         modules, problems = with_local_inputs(self.plan, self._modules(module_rules, regions), self.layouts)
@@ -70,8 +71,9 @@ class _Resolver:
         self._check_vocabulary(modules)
         self._check_experts(modules)
         parameters = self._parameters(modules, parameter_rules)
-        attributes, problems = local_attributes(self.plan, self.model, self.layouts)
-        self.problems += problems
+        if attributes is None:
+            attributes, problems = local_attributes(self.plan, self.model, self.layouts)
+            self.problems += problems
         if not self.problems and self.plan.on_unclaimed != "leave":  # PyTorch's styles say each layout themselves
             self.problems += check_soundness(self.plan, self.model, modules, parameters)
         if self.problems:

@@ -93,6 +93,8 @@ class AddedParameters:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
+            if self._units is not None:
+                self._units.forward_begins()
             self.manage_added()
             if self._reducer is not None:
                 self._reducer.forward_begins()

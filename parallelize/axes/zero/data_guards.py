@@ -105,8 +105,9 @@ _REFUSED: TensorTable[bool] = TensorTable()
 def refuse_steps(parameters: Iterable[Any]) -> None:
     """Let a step of an optimizer that has one of these parameters itself raise ModelError `unsharded-optimizer`."""
     for parameter in parameters:
-        _REFUSED[parameter] = True
-        watch_optimizers()
+        if not _REFUSED.get(parameter):
+            _REFUSED[parameter] = True
+            watch_optimizers()
 
 
 def watch_optimizers() -> None:

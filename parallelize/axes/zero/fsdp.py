@@ -15,15 +15,24 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from parallelize.axes.vocabulary.loss.losses import deferred_heads, watch_writes
 from parallelize.axes.zero.collective_order import UnitOrder
+from parallelize.axes.zero.data_guards import refuse_steps
 from parallelize.axes.zero.data_ranks import DataOptions, DataRanksOf
 from parallelize.axes.zero.reducer import BatchNormSync, Reducer
 from parallelize.axes.zero.replicas import data_group
-from parallelize.axes.zero.unit_groups import forget_unsharded_gradients, has_run, reduce_outside_backward, unit_groups
+from parallelize.axes.zero.unit_groups import (
+    forget_unsharded_gradients,
+    gathered_parameters,
+    has_run,
+    in_backward,
+    reduce_outside_backward,
+    unit_groups,
+)
 from parallelize.axes.zero.unused_parameters import UnusedParameters, refuse_writes
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import axis_group
 from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.turns import takes_turns
 from parallelize.plan.parameter_shards import expert_zero_dim
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.state.full_values import restore_layouts
@@ -105,9 +114,22 @@ class FsdpEngine:
         return self.shards(name, param) or (self.added is not None and self.added.reduces(name, param))
 
     def shards(self, name: str, param: Any) -> bool:
-        """Whether a parameter was the model's when it was sharded, also under another name, or while it is gathered."""
+        """Whether a parameter was the model's when it was sharded, also under another name, or while it is gathered; a
+        plain one in its place was not."""
         axes = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else ()
-        return name in self.names or self.axis in (axes or ())
+        if self.axis in (axes or ()):
+            return True
+        return name in self.names and (isinstance(param, DTensor) or self._is_gathered(param))
+
+    def _is_gathered(self, param: Any) -> bool:
+        groups = (group for unit in self.units for group in unit_groups(unit))
+        return any(param is gathered for group in groups for gathered in gathered_parameters(group))
+
+    def forward_begins(self) -> None:
+        """Drop what a failed backward has left, after which the next one would reduce nothing. In a loop of the user's
+        nobody says that it failed."""
+        if in_backward(self.module) and private.backward_id() == -1 and not takes_turns():
+            self.reset()
 
     def reset(self) -> None:
         """Drop what a failed forward or backward has left."""
@@ -158,8 +180,10 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
     fsdp_units: list[Any] = [unit for unit in [*units, module] if isinstance(unit, FSDPModule)]
     for name in deferring:
         heads = [module.get_submodule(head) for head in deferred_heads(module) if _unit_of(head, names) == name]
+        deferring_unit = module.get_submodule(name)
         # before the hook of `fully_shard`
-        module.get_submodule(name).register_forward_pre_hook(partial(_gather_anew, heads), prepend=True)
+        deferring_unit.register_forward_pre_hook(partial(_gather_anew, heads), prepend=True)
+        deferring_unit.register_forward_hook(_refuse_gathered)
     cp_group = axis_group(mesh, "cp") if "cp" in spec.names and spec.size("cp") > 1 else None
     experts = {id(module.get_submodule(name)) for name in folded}
     for unit in fsdp_units:
@@ -230,6 +254,12 @@ def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:
     unit.reshard()
     for head in heads:
         watch_writes(head)
+
+
+def _refuse_gathered(unit: Any, *_: Any) -> None:
+    """The parameters of a unit that stays gathered are none to step: an optimizer that was given them would train
+    nothing."""
+    refuse_steps(parameter for group in unit_groups(unit) for parameter in gathered_parameters(group))
 
 
 def _refuse_copy(memo: dict) -> NoReturn:

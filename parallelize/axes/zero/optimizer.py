@@ -19,6 +19,7 @@ from parallelize.axes.zero.shard_data import DataRecord, data_of
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_state_dicts as state_dicts
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.state.full_values import reshard_units
 from parallelize.state.later_changes import plan_changes
 from parallelize.state.loop import local_optimizer as offloaded_state
 from parallelize.state.loop.clip import serve_stock_clip
@@ -70,6 +71,8 @@ def build_optimizer(
     data = data_of(module)
     if pipeline_cut(module) is not None:
         plan_changes(module)
+    if data is not None and data.zero == 3:
+        reshard_units(module)  # a forward without a backward leaves a deferred head gathered
     manage_added(data)
     steps_locally = name in ELEMENTWISE if elementwise is None else elementwise
     gathers_itself = bool(getattr(optimizer, "gathers_itself", False))
@@ -80,8 +83,9 @@ def build_optimizer(
     for shard in shards.values():
         _mark_stepped(shard)
     groups = list(params) if params is not None else [p for p in module.parameters() if p.requires_grad]
+    own = _Own(module, shards, data is not None and data.zero == 3)
     # a pipeline stage may have nothing that trains, such as no adapter
-    stepped = [_stepped(group, module, shards) for group in groups if not _is_absent(group)] or [{"params": []}]
+    stepped = [own.stepped(group) for group in groups if not _is_absent(group)] or [{"params": []}]
     built = optimizer(stepped, **options)
     if gathers_itself:
         built.bind_model(module, _names_of_stepped(module, shards))  # type: ignore[attr-defined]
@@ -156,22 +160,37 @@ def _is_sharded(parameter: Any) -> bool:
     return isinstance(parameter, DTensor) and any(private.shard_dim(p) is not None for p in parameter.placements)
 
 
-def _stepped(item: Any, module: nn.Module, shards: dict[int, OptimizerShard]) -> Any:
-    """A parameter, a (name, parameter) pair or a group of them, with what the optimizer steps instead of each
-    parameter."""
-    if isinstance(item, dict):
-        params = item["params"]
-        params = [params] if isinstance(params, torch.Tensor) else params
-        return {**item, "params": [_stepped(param, module, shards) for param in params if not _is_absent(param)]}
-    if isinstance(item, (tuple, list)):
-        return (item[0], _stepped(item[1], module, shards))
-    shard = shards.get(id(item))
-    if shard is not None:
-        return shard.stepped
-    if shards and not any(item is param for param in module.parameters()):
-        what = f"a parameter of shape {list(item.shape)} is not one of the model's"
-        raise ModelError(Problem("foreign-parameter", what, fix="take parameters after the model was wrapped"))
-    return item
+class _Own:
+    """The parameters of a model, with what an optimizer steps instead of each.
+
+    Args:
+        shards: by id of the parameter. sharded: whether ZeRO 3 shards them: while one is gathered, the module has
+            another tensor, which is not stepped.
+    """
+
+    def __init__(self, module: nn.Module, shards: dict[int, OptimizerShard], sharded: bool):
+        self.shards, self.checks = shards, bool(shards) or sharded
+        self.parameters = {id(parameter) for parameter in module.parameters()}
+
+    def stepped(self, item: Any) -> Any:
+        """A parameter, a (name, parameter) pair or a group of them, as the optimizer gets it.
+
+        Raises: ModelError `foreign-parameter`.
+        """
+        if isinstance(item, dict):
+            params = item["params"]
+            params = [params] if isinstance(params, torch.Tensor) else params
+            return {**item, "params": [self.stepped(param) for param in params if not _is_absent(param)]}
+        if isinstance(item, (tuple, list)):
+            return (item[0], self.stepped(item[1]))
+        shard = self.shards.get(id(item))
+        if shard is not None:
+            return shard.stepped
+        if self.checks and id(item) not in self.parameters:
+            what = f"a parameter of shape {list(item.shape)} is not one of the model's"
+            fix = "take parameters after the model was wrapped, and not between a forward and its backward"
+            raise ModelError(Problem("foreign-parameter", what, fix=fix))
+        return item
 
 
 def _is_absent(item: Any) -> bool:
@@ -213,7 +232,8 @@ def _wrap_steps(built: Optimizer, module: nn.Module, data: DataRecord) -> None:
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         manage_added(data)
         by_stepped.update((id(shard.stepped), shard) for shard in data.shards)
-        inner_add(_stepped(param_group, module, {id(shard.param): shard for shard in data.shards}))
+        shards = {id(shard.param): shard for shard in data.shards}
+        inner_add(_Own(module, shards, False).stepped(param_group))
 
     save_masters(built, lambda parameter: by_stepped.get(id(parameter)))
     show_parameters(built, lambda parameter: by_stepped.get(id(parameter)))

@@ -25,6 +25,11 @@ def has_run(unit: Any) -> bool:
     return unit._get_fsdp_state()._is_root is not None
 
 
+def in_backward(unit: Any) -> bool:
+    """Whether a backward of the outermost `fully_shard` module has begun, and has not ended or has failed (2.4)."""
+    return has_run(unit) and unit._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+
+
 def forget_unsharded_gradients(unit: Any) -> None:
     """Drop the gradients that a failed backward left on a `fully_shard` module's unsharded parameters (2.4)."""
     for group in unit_groups(unit):
@@ -81,6 +86,11 @@ def reduce_outside_backward(groups: Sequence[Any]) -> None:
 def was_reached(group: Any) -> bool:
     """Whether backward reached the output of a group's module, since the group was last reduced (2.4)."""
     return group._training_state.name == "PRE_BACKWARD"
+
+
+def gathered_parameters(group: Any) -> list[Any]:
+    """What a group's module has in the place of its parameters while they are gathered (2.4)."""
+    return [param._unsharded_param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
 
 
 def trained_in(group: Any) -> list[Any]:

@@ -74,7 +74,6 @@ adapters(name="modules_to_save_after", **PLAIN, refused=COPIES)(
 adapters(
     name="nf4_with_lora_after",
     prepare=lambda model: quantize(model, "nf4(block=16)"),
-    on=lambda axis: axis.options.get("zero") != 3,  # not supported there, and not refused by name either
     **QUANTIZED,
 )(_trains_with_added())
 

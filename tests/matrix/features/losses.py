@@ -47,11 +47,7 @@ def loop_by_hand(side: Side) -> None:
     by_hand(side, 1)
 
 
-@feature(
-    refused=NOT_BY_HAND,
-    needs={"causal"},
-    on=lambda axis: axis.options.get("zero") != 3,  # `fully_shard` gives no gradients after it
-)
+@feature(refused=NOT_BY_HAND, needs={"causal"})
 def error_in_a_loop_by_hand(side: Side) -> None:
     """In a backward; the next one is as if it had not been."""
     side.place()

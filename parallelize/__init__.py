@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from parallelize.axes.tensor.experts.routing_load import balanced_routing as balanced_routing
     from parallelize.axes.tensor.experts.routing_load import routing_load as routing_load
     from parallelize.axes.tensor.overlap_sites import deferred_gradients as deferred_gradients
-    from parallelize.axes.tensor.torch_styles.boundary import PrepareModuleInput as PrepareModuleInput
-    from parallelize.axes.tensor.torch_styles.boundary import PrepareModuleInputOutput as PrepareModuleInputOutput
-    from parallelize.axes.tensor.torch_styles.boundary import PrepareModuleOutput as PrepareModuleOutput
-    from parallelize.axes.tensor.torch_styles.boundary import SequenceParallel as SequenceParallel
-    from parallelize.axes.tensor.torch_styles.linear import ColwiseParallel as ColwiseParallel
-    from parallelize.axes.tensor.torch_styles.linear import RowwiseParallel as RowwiseParallel
+    from parallelize.axes.tensor.torch_styles.styles import ColwiseParallel as ColwiseParallel
+    from parallelize.axes.tensor.torch_styles.styles import PrepareModuleInput as PrepareModuleInput
+    from parallelize.axes.tensor.torch_styles.styles import PrepareModuleInputOutput as PrepareModuleInputOutput
+    from parallelize.axes.tensor.torch_styles.styles import PrepareModuleOutput as PrepareModuleOutput
+    from parallelize.axes.tensor.torch_styles.styles import RowwiseParallel as RowwiseParallel
+    from parallelize.axes.tensor.torch_styles.styles import SequenceParallel as SequenceParallel
     from parallelize.axes.vocabulary.generation.loop import generate as generate
     from parallelize.axes.vocabulary.logits.deferred_logits import DeferredLogits as DeferredLogits
     from parallelize.axes.vocabulary.logits.sharded_logits import ShardedLogits as ShardedLogits

@@ -216,13 +216,13 @@ class Tie:
 
 @dataclass(frozen=True)
 class UnloweredStyle:
-    """A style object of a dict that is applied as it is, because one of them has no equivalent rule.
+    """A style object of a dict that is applied as it is, because no rule means the same.
 
     Attributes:
         fqn: of its module.
         style: the object.
         text: the object as text that is the same on every rank.
-        reason: why this style has no rule; empty where another one has none.
+        reason: why there is no rule.
     """
 
     fqn: str

@@ -71,15 +71,10 @@ def describe_plan(module: nn.Module) -> str:
 
 
 def _unlowered_styles(full: ResolvedPlan) -> list[str]:
-    """Why a dict of styles did not become a plan."""
-    if not full.plan.unlowered_styles:
-        return []
-    reasons = [item for item in full.plan.unlowered_styles if item.reason]
-    lines = [f"  {item.fqn or 'the model'}: {type(item.style).__name__}: {item.reason}" for item in reasons]
-    return [
-        f"{len(full.plan.unlowered_styles)} styles are applied as PyTorch does, because not all of them have rules:",
-        *lines,
-    ]
+    """Which styles of a dict did not become rules, and why."""
+    styles = full.plan.unlowered_styles
+    lines = [f"  {item.fqn or 'the model'}: {type(item.style).__name__}: {item.reason}" for item in styles]
+    return [f"{len(styles)} styles are applied as PyTorch does, because they have no rules:", *lines] if styles else []
 
 
 def _other_axes(full: ResolvedPlan, cut: Cut | None) -> list[str]:

@@ -26,6 +26,7 @@ from parallelize.axes.tensor.overlap_sites import PlannedCallSite, asks_for_symm
 from parallelize.axes.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.axes.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 from parallelize.axes.tensor.torch_styles.shard_misuse import misused_shards
+from parallelize.axes.tensor.torch_styles.styles import CONVERTING
 from parallelize.axes.vocabulary.generation.transformers_generate import install_generation
 from parallelize.axes.zero.replicas import compare_weights
 from parallelize.axes.zero.router_loss import share_router_loss
@@ -188,11 +189,10 @@ def apply_plan(
         compare_weights(module, mesh, tp, "tp", names)
     with gc_paused(), Transaction(module):
         mark_applied(module)  # from here on it holds what is changed in other libraries
-        if agreed.resolved.plan.unlowered_styles:
-            _apply_unlowered(module, mesh, agreed.resolved, storage)
-            set_up(STYLED, Guarded(module, mesh, plan=agreed.plan, facts=agreed.model))
-        elif not _matched_nothing(agreed.resolved):
+        if _has_rules(agreed.resolved):
             _apply(module, mesh, agreed, storage)
+        if agreed.resolved.plan.unlowered_styles:
+            _apply_unlowered(module, mesh, agreed, storage)
         apply_context(module, mesh, lambda: agreed.resolved)
     set_up(STEPPED, Guarded(module, mesh))
     serve_several_meshes()
@@ -231,7 +231,7 @@ def _agree_on_plan(
         set_up(GIVEN, Guarded(module))
         resolved = decide()
         facts |= resolved.structure()
-        if not resolved.plan.unlowered_styles and not _matched_nothing(resolved):
+        if _has_rules(resolved):
             _refuse_twice(module)
         _refuse_overlap_of_dtensors(resolved)
         _refuse_styles_of_codes(resolved)
@@ -259,7 +259,7 @@ def _refuse_styles_of_codes(resolved: ResolvedPlan) -> None:
     block."""
     for item in resolved.plan.unlowered_styles:
         facts = resolved.facts.modules.get(item.fqn)
-        if facts is not None and facts.packs:
+        if facts is not None and facts.packs and not isinstance(item.style, CONVERTING):
             what = (
                 f"{type(item.style).__name__} splits {item.fqn}, whose weight is quantized by block, without knowing "
                 "its blocks"
@@ -310,10 +310,9 @@ def _refuse_overlap_of_dtensors(resolved: ResolvedPlan) -> None:
         raise PlanError(Problem("no-overlap", what, fix=fix))
 
 
-def _matched_nothing(resolved: ResolvedPlan) -> bool:
-    """Whether the plan is a dict of styles whose patterns match nothing, as a warning has said."""
-    plan = resolved.plan
-    return plan.on_unclaimed == "leave" and not plan.rules and not plan.unlowered_styles
+def _has_rules(resolved: ResolvedPlan) -> bool:
+    """Whether it is more than a dict of styles of which none was lowered, or whose patterns match nothing."""
+    return bool(resolved.plan.rules) or resolved.plan.on_unclaimed != "leave"
 
 
 def _refuse_twice(module: nn.Module) -> None:
@@ -340,7 +339,9 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     sharder = Sharder(storage.src_data_rank, storage.weights_dtype, storage.device)
     sharder.shard(module, plan, partial(axis_of_layout, tp=tp, folded=folded))
     pending_reductions = PendingReductions()
-    inputs = InputCheck(group, storage.compare_inputs_every) if storage.compare_inputs_every else None
+    # styles that PyTorch applies may take shards of ids
+    every = 0 if plan.plan.unlowered_styles else storage.compare_inputs_every
+    inputs = InputCheck(group, every) if every else None
     experts = Group(folded.get_group("ep")) if folded is not None else None
     installer = Installer(tp, group, agreed.model, plan, pending_reductions, agreed.overlapped, inputs, experts)
     installer.run()
@@ -377,15 +378,31 @@ def _serve(module: nn.Module) -> None:
     share_router_loss(module)
 
 
-def _apply_unlowered(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, storage: Storage) -> None:
-    """A dict of styles as PyTorch applies it. What an earlier plan of the model says stays."""
-    earlier, cut = resolution_of(module), pipeline_cut(module)
+def _apply_unlowered(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storage) -> None:
+    """Styles of a dict as PyTorch applies them. What an earlier plan of the model says stays."""
+    resolved, cut, has_rules = agreed.resolved, pipeline_cut(module), _has_rules(agreed.resolved)
+    is_second = record_of(module) is not None and not has_rules
+    earlier = resolution_of(module) if is_second else None
     styles = [(item.fqn, item.style) for item in resolved.plan.unlowered_styles if cut is None or cut.present(item.fqn)]
-    apply_styles(module, styles, tp_mesh(mesh), storage.src_data_rank)
-    if record_of(module) is not None and earlier is not None:
+    tp = tp_mesh(mesh)
+    by_rule = partial(_apply_alone, tp=tp, storage=storage, is_second=is_second)
+    apply_styles(module, styles, tp, storage.src_data_rank, by_rule)
+    if earlier is not None:
         unlowered_styles = (*earlier.plan.unlowered_styles, *resolved.plan.unlowered_styles)
         resolved = replace(earlier, plan=replace(earlier.plan, unlowered_styles=unlowered_styles))
     mark_applied(module, resolved=resolved)
+    if not has_rules:  # whose application has set up the same, and more
+        set_up(STYLED, Guarded(module, mesh, plan=agreed.plan, facts=agreed.model))
+
+
+def _apply_alone(module: nn.Module, style: Any, *, tp: DeviceMesh, storage: Storage, is_second: bool) -> bool:
+    """Apply a style of a second dict as a call for this module alone would; False where that has no rule either."""
+    plan = plan_of_styles(module, style) if is_second else None
+    if plan is None or plan.unlowered_styles:
+        return False
+    spec, unchecked = MeshSpec([("tp", tp.size())]), replace(storage, check_replicated=False)
+    apply_plan(module, tp, lambda: resolve(plan, facts_of(module), spec, Options()), unchecked)
+    return True
 
 
 def _move_buffers(module: nn.Module, device: torch.device | str) -> None:

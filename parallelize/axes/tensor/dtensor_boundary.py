@@ -77,7 +77,7 @@ def return_dtensor(
         planned.leave = biased = BiasedOutput(planned.leave, tp, desired)
         module.register_forward_hook(biased.wrap)
         return
-    returned = partial(convert_output, mesh=tp, group=group, source=source, desired=desired, width=width, local=False)
+    returned = partial(convert_output, mesh=tp, group=group, source=source, desired=desired, width=width)
     planned.leave = ShardForCode(returned) if contract.traits.by_token else returned
 
 

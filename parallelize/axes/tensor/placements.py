@@ -40,30 +40,22 @@ def local_input(
 
 
 def convert_output(
-    y: torch.Tensor,
-    *,
-    mesh: DeviceMesh,
-    group: Group,
-    source: Placement,
-    desired: Placement,
-    width: int | None,
-    local: bool,
+    y: torch.Tensor, *, mesh: DeviceMesh, group: Group, source: Placement, desired: Placement, width: int | None
 ) -> torch.Tensor:
-    """The output of a style.
+    """The output of a style, as a DTensor.
 
     Args:
         width: the full size of the last dim where shards of it may be uneven; None: shards are even.
-        local: return a plain local tensor rather than a DTensor.
     """
     source, desired = positive(source, y.ndim), positive(desired, y.ndim)
     full = width
     if source != desired:
         full = full_size(y, desired)
-        if source.is_shard() and desired.is_replicate() and width is not None:
+        if source.is_shard() and width is not None:
             y = ops.gather(y, group, -1, width, "replicate")
         else:
             y = redistribute(y, mesh, group, source, desired, partial_grad=False)
-    return y if local else as_dtensor(y, mesh, desired, full)
+    return as_dtensor(y, mesh, desired, full)
 
 
 def full_size(y: torch.Tensor, desired: Placement) -> int | None:
@@ -75,7 +67,7 @@ class BiasedOutput:
     """The output of a row linear, whose bias is added to a plain tensor after the conversion: then a DTensor again.
 
     Args:
-        convert: `convert_output`, to a plain tensor.
+        convert: the conversion, to a plain tensor.
         placement: of the output.
     """
 
@@ -108,21 +100,16 @@ def redistribute(
         return ops.gather(x, group, dim_of(source), x.shape[dim_of(source)] * group.size, gradient)
     if source.is_replicate() and desired.is_shard() and dim_of(desired) == x.ndim - 1:
         return ops.split(x, group, -1)
-    even = desired.is_shard() and x.shape[dim_of(desired)] % group.size == 0
-    if source.is_replicate() and even:
-        return ops.split(x, group, dim_of(desired))
     if source.is_partial() and desired.is_replicate():
-        return ops.sum_both(x, group) if partial_grad else ops.reduce(x, group)
-    if source.is_partial() and even:
+        return ops.reduce(x, group)
+    if source.is_partial() and x.shape[dim_of(desired)] % group.size == 0:
         return ops.reduce_scatter(x, group, dim_of(desired))
     return DTensor.from_local(x, mesh, (source,), run_check=False).redistribute(placements=(desired,)).to_local()
 
 
-def convert(
-    x: Any, *, mesh: DeviceMesh, group: Group, source: Placement | None, desired: Placement | None, local: bool
-) -> Any:
-    """One input or output of a module between layouts, as a plain local tensor if `local`, else as a DTensor."""
-    if source is None or desired is None or not isinstance(x, torch.Tensor):
+def convert(x: Any, *, mesh: DeviceMesh, group: Group, source: Placement, desired: Placement, local: bool) -> Any:
+    """The input of a module in another layout, as a plain local tensor if `local`, else as a DTensor."""
+    if not isinstance(x, torch.Tensor):
         return x
     source, desired = positive(source, x.ndim), positive(desired, x.ndim)
     if not local and not torch.compiler.is_compiling():

@@ -158,11 +158,9 @@ def current_mesh() -> DeviceMesh | None:
         return None
 
 
-def parallel_style_class() -> type:
-    """PyTorch's base class of styles, so that it accepts the styles of this package."""
-    from torch.distributed.tensor.parallel import ParallelStyle
-
-    return ParallelStyle
+def is_distributed(module: Any) -> bool:
+    """Whether PyTorch's `distribute_module` was applied to this module, as by most of its styles."""
+    return "_distribute_module_applied" in module.__dict__
 
 
 plain_functions = torch._C.DisableTorchFunctionSubclass

@@ -43,7 +43,7 @@ def test_a_model_that_has_gradients():
 
 
 class _Replicated(ParallelStyle):
-    """A style of a third party, for which there are no rules: dicts that have one are applied as PyTorch does."""
+    """A style of a third party, for which there are no rules: it is applied as PyTorch does."""
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         return distribute_module(module, device_mesh)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial
 
 from parallelize import (
     ColwiseParallel,
@@ -153,7 +153,7 @@ def test_other_quantizers():
 
 def test_style_objects_that_split_codes_by_themselves():
     styles = {f"model.layers.*.mlp.{name}": ColwiseParallel() for name in ("up_proj", "gate_proj")}
-    styles["model.layers.*.mlp.down_proj"] = RowwiseParallel(input_layouts=Shard(1))  # no rule says this
+    styles["model.layers.*.mlp.down_proj"] = RowwiseParallel(output_layouts=Partial())  # no rule says this
     model = quantized("llama")
 
     def body(rank):

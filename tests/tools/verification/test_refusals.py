@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from parallelize import HandshakeError, ModelError, verify
-from parallelize.axes.tensor.torch_styles.boundary import ParallelStyle
 from parallelize.tools.verification.processes import _Answers
 from parallelize.tools.verification.verify import default_backend
 from tests.support.refused import RULES, WIDTH, Block, refused

@@ -13,27 +13,26 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as stock
 
-from parallelize.axes.tensor.shared_input import SharedConversion
-from parallelize.axes.tensor.torch_styles.boundary import (
-    ModuleStyle,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    SequenceParallel,
-    target_of,
+from parallelize.axes.tensor.torch_styles.placed_gradients import place_gradients
+from parallelize.axes.tensor.torch_styles.styles import (
+    CONVERTING,
+    SHARDING,
+    ColwiseParallel,
+    RowwiseParallel,
+    from_pytorch,
 )
-from parallelize.axes.tensor.torch_styles.linear import ColwiseParallel, RowwiseParallel
 from parallelize.base.errors import ModelError, PlanError, Problem, near, warn_caller
-from parallelize.state.pending_reductions import PendingReductions
-from parallelize.state.records import applied, facts_of
+from parallelize.base.torch_private import torch_tensors as private
+from parallelize.state.records import applied, facts_of, mark_applied
+
+_OWN = (*SHARDING, *CONVERTING)
 
 
 def is_style(plan: Any) -> bool:
-    return isinstance(plan, ParallelStyle)
+    return isinstance(plan, stock.ParallelStyle)
 
 
 def is_styles(plan: Any) -> bool:
@@ -43,7 +42,7 @@ def is_styles(plan: Any) -> bool:
 
 def spelled(style: Any) -> str:
     """A style as text that is the same on every rank, without addresses."""
-    return repr(style) if isinstance(style, ModuleStyle) else type(style).__qualname__
+    return repr(style) if isinstance(style, _OWN) else type(style).__qualname__
 
 
 def match_styles(module: nn.Module, styles: Any, strict: bool = True) -> list[tuple[str, nn.Module, Any]]:
@@ -70,7 +69,7 @@ def match_styles(module: nn.Module, styles: Any, strict: bool = True) -> list[tu
         matched += [(name, names[name], from_pytorch(style, names[name])) for name in matches]
     facts = facts_of(module)
     for name, _, style in matched:
-        if isinstance(style, ModuleStyle):
+        if isinstance(style, SHARDING):
             try:
                 style.check(facts.modules[facts.module_fqns[name]], names[name])
             except ModelError as error:
@@ -89,23 +88,33 @@ def apply_styles(
     styles: Iterable[tuple[str, Any]],
     mesh: DeviceMesh,
     source: int | None,
+    by_rule: Callable[[nn.Module, Any], bool],
 ) -> None:
-    """Apply (fqn, style) pairs as they are. Tied parameters stay tied."""
-    pending_reductions = PendingReductions()
-    conversions: dict[Placement, SharedConversion] = {}
+    """Apply (fqn, style) pairs as PyTorch does. Tied parameters stay tied.
+
+    Args:
+        source: the rank of the mesh whose weights count; None: each rank slices its own.
+        by_rule: applies a style that shards a module by a rule of its own, where it can.
+
+    Raises: ModelError `already-parallelized`; PlanError `broken-tie`.
+    """
     ties = _Ties(root)
     for fqn, style in styles:
         module = root.get_submodule(fqn)
-        if isinstance(style, ModuleStyle):
-            style.install(target_of(module, fqn, mesh, pending_reductions, source, conversions))
-        else:  # a style of PyTorch or of a third party
-            copied = copy.copy(style)  # such a style may change itself while it is applied
+        mark_applied(module, name=fqn)
+        before = dict(module.named_parameters(recurse=False)) if isinstance(style, SHARDING) else {}
+        if before:
+            _check_sharding(module, fqn, style)
+        if not before or not by_rule(module, style):
+            copied = copy.copy(style)  # PyTorch's classes change themselves while they are applied
             if hasattr(copied, "src_data_rank"):
                 copied.src_data_rank = source
             copied._apply(module, mesh)
+            _keep(module, before)
+            place_gradients(module)
         ties.restore(module)
-    for owner, key in ties.unplanned():
-        refuse_unplanned_tie(root, owner, key)
+    for owner, key in ties.unstyled():
+        refuse_unstyled_tie(root, owner, key)
 
 
 def open_tie(module: nn.Module, target: nn.Module, planned: set[int]) -> str:
@@ -120,12 +129,12 @@ def open_tie(module: nn.Module, target: nn.Module, planned: set[int]) -> str:
     return ""
 
 
-def refuse_unplanned_tie(root: nn.Module, owner: nn.Module, key: str) -> None:
+def refuse_unstyled_tie(root: nn.Module, owner: nn.Module, key: str) -> None:
     """Refuse the first forward of a module that shares a sharded parameter, unless a later call gives it a style."""
     name = next(name for name, submodule in root.named_modules() if submodule is owner)
 
     def check(module: nn.Module, _: Any) -> None:
-        if applied(module).planned is None and isinstance(module._parameters.get(key), DTensor):
+        if not _has_style(module) and isinstance(module._parameters.get(key), DTensor):
             what = f"{name}.{key} is tied to a parameter that a style shards, and {name} has no style"
             fix = (
                 "give it one that shards the same dim: RowwiseParallel for the embedding, ColwiseParallel for the head"
@@ -141,54 +150,46 @@ def keys_replaced(module: nn.Module, style: Any) -> Iterator[str]:
 
     Of a style that is not known here, all: PyTorch's `distribute_module` replaces those that no function replaces.
     """
-    if not isinstance(style, _CONVERTS):
-        shards_own = isinstance(style, ModuleStyle)
-        yield from (key for key, _ in module.named_parameters(recurse=not shards_own))
+    if not isinstance(style, CONVERTING):
+        yield from (key for key, _ in module.named_parameters())
 
 
-def from_pytorch(style: Any, module: nn.Module) -> Any:
-    """This package's style that means the same as one of PyTorch's own. Any other style, subclasses included, is
-    returned.
-
-    So is a style for a dropout: PyTorch's draws other masks on each shard, from the generator of DTensors.
-    """
-    convert = _FROM_PYTORCH.get(type(style))
-    return style if convert is None or isinstance(module, _DROPOUTS) else convert(style)
-
-
-def _linear_options(style: Any) -> dict[str, Any]:
-    layouts = {"input_layouts": style.input_layouts[0], "output_layouts": style.output_layouts[0]}
-    return {**layouts, "use_local_output": style.use_local_output}
+def _check_sharding(module: nn.Module, fqn: str, style: Any) -> None:
+    """Raises: ModelError `already-parallelized`; PlanError `broken-tie`, of parameters that are DTensors because they
+    are tied to those of another style."""
+    if _has_style(module):
+        raise ModelError(Problem("already-parallelized", f"{fqn or type(module).__name__} has a style already"))
+    for key, tied in module.named_parameters(recurse=False):
+        placement = _placement(style, module, tied.ndim)
+        if isinstance(tied, DTensor) and tied.placements != (placement,):
+            what = f"{fqn}.{key} is tied, and its rules split it as {tied.placements[0]} and {placement}"
+            fix = "split the same dim: RowwiseParallel for the embedding, ColwiseParallel for the head"
+            raise PlanError(Problem("broken-tie", what, fix=fix))
 
 
-def _input_options(style: Any) -> dict[str, Any]:
-    names = ("input_layouts", "desired_input_layouts", "input_kwarg_layouts", "desired_input_kwarg_layouts")
-    return {name: getattr(style, name) for name in names}
+def _placement(style: Any, module: nn.Module, ndim: int) -> Placement:
+    """Of a parameter with so many dims, under a style of PyTorch's."""
+    by_first = isinstance(style, ColwiseParallel) != isinstance(module, nn.Embedding)
+    if ndim == 1:
+        return Shard(0) if isinstance(style, ColwiseParallel) else Replicate()
+    return Shard(0 if by_first else 1) if isinstance(style, (ColwiseParallel, RowwiseParallel)) else Replicate()
 
 
-def _output_options(style: Any) -> dict[str, Any]:
-    names = ("output_layouts", "desired_output_layouts", "use_local_output")
-    return {name: getattr(style, name) for name in names}
+def _has_style(module: nn.Module) -> bool:
+    """Whether a style computes a module with DTensors, or with their shards."""
+    return bool(applied(module).planned is not None or private.is_distributed(module))
 
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_CONVERTS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
-_FROM_PYTORCH: dict[type, Callable[[Any], ModuleStyle]] = {
-    stock.ColwiseParallel: lambda style: ColwiseParallel(**_linear_options(style)),
-    stock.RowwiseParallel: lambda style: RowwiseParallel(**_linear_options(style)),
-    stock.SequenceParallel: lambda style: SequenceParallel(
-        sequence_dim=style.sequence_sharding[0].dim, use_local_output=style.use_local_output
-    ),
-    stock.PrepareModuleInput: lambda style: PrepareModuleInput(
-        **_input_options(style), use_local_output=style.use_local_output
-    ),
-    stock.PrepareModuleOutput: lambda style: PrepareModuleOutput(**_output_options(style)),
-    stock.PrepareModuleInputOutput: lambda style: PrepareModuleInputOutput(
-        **_input_options(style.prepare_module_input),
-        use_local_input=style.prepare_module_input.use_local_output,
-        **_output_options(style.prepare_module_output),
-    ),
-}
+def _keep(module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Let the DTensors of a module be what its parameters were: frozen, with attributes of their own, and the very
+    objects where an earlier call has made them."""
+    parameters: Any = module._parameters
+    for key, old in before.items():
+        if isinstance(old, DTensor):
+            parameters[key] = old
+        else:
+            parameters[key].requires_grad_(old.requires_grad)
+            vars(parameters[key]).update(vars(old))
 
 
 class _Ties:
@@ -211,11 +212,11 @@ class _Ties:
                     parameters: Any = owner._parameters
                     parameters[key] = new
 
-    def unplanned(self) -> Iterator[tuple[nn.Module, str]]:
+    def unstyled(self) -> Iterator[tuple[nn.Module, str]]:
         """(module, key) of the parameters that are DTensors now, in modules that no style computes."""
         for group in self.groups:
             for owner, key in group:
-                if isinstance(owner._parameters[key], DTensor) and applied(owner).planned is None:
+                if isinstance(owner._parameters[key], DTensor) and not _has_style(owner):
                     yield owner, key
 
 

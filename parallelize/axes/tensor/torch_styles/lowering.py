@@ -1,25 +1,32 @@
 """Lowers a dict of style objects into a plan: rules with contracts, wherever a style means the same.
 
-A plan has what a dict lacks: overlap, fused loss, `explain`, `verify`, checkpoints by plan. A dict with a style that
-cannot be lowered is applied as it is (`Plan.unlowered_styles`). Parameters that no style names stay plain.
+A plan has what a dict lacks: overlap, fused loss, `explain`, `verify`, checkpoints by plan. A style that cannot be
+lowered is applied as it is, after the rules (`Plan.unlowered_styles`). Parameters that no style names stay plain.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from parallelize.axes.tensor.local_inputs import parsed
 from parallelize.axes.tensor.placements import dim_of
-from parallelize.axes.tensor.torch_styles.boundary import PrepareModuleInput, SequenceParallel
 from parallelize.axes.tensor.torch_styles.dicts import is_styles, match_styles, open_tie, spelled
-from parallelize.axes.tensor.torch_styles.linear import ColwiseParallel, RowwiseParallel
+from parallelize.axes.tensor.torch_styles.styles import (
+    CONVERTING,
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from parallelize.plan.choose import plan_of, plan_or_none
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
@@ -28,6 +35,9 @@ from parallelize.plan.schema import Cuts, Plan, Rule, UnloweredStyle
 from parallelize.plan.styles import pytorch  # noqa: F401, so that its words are known
 from parallelize.plan.styles.style import StyleText
 from parallelize.state.records import facts_of, record_of
+
+FEATURES = "dim-1"
+"""A row linear's output whose features are scattered, as rules write it."""
 
 
 def plan_of_styles(module: nn.Module, plan: Any, strict: bool = True, tp: int = 2) -> Plan:
@@ -44,12 +54,15 @@ def plan_of_styles(module: nn.Module, plan: Any, strict: bool = True, tp: int = 
 
 
 def passes_dtensors(plan: Plan) -> str:
-    """Why DTensors pass between modules, where collectives then cannot overlap with matmuls; empty where they do
-    not."""
-    reasons = [f"{item.fqn or 'the model'}: {item.reason}" for item in plan.unlowered_styles if item.reason]
+    """Why collectives cannot overlap with matmuls: because DTensors pass between modules, for the most part; empty
+    where they can."""
+    reasons = [f"{item.fqn or 'the model'}: {item.reason}" for item in plan.unlowered_styles]
     blocks = (f"{rule.pattern or 'the model'}: code may read the gathered input" for rule in read_by_code(plan))
     norms = (rule for rule in plan.rules if rule.style.traits.by_token and "output_type" in rule.style.options)
-    return "; ".join([*reasons, *blocks, *(f"code may read the DTensor that {rule.pattern} returns" for rule in norms)])
+    features = (rule for rule in plan.rules if rule.style.options.get("output") == FEATURES)
+    returned = [f"code may read the DTensor that {rule.pattern} returns" for rule in norms]
+    returned += [f"{rule.pattern} returns shards of features, and not of rows" for rule in features]
+    return "; ".join([*reasons, *blocks, *returned])
 
 
 def read_by_code(plan: Plan) -> list[Rule]:
@@ -58,33 +71,42 @@ def read_by_code(plan: Plan) -> list[Rule]:
 
 
 class _Lowering:
-    """Makes one rule for each module whose styles can be lowered."""
+    """Makes one rule for each module that has a style which can be lowered."""
 
     def __init__(self, module: nn.Module, matched: Sequence[tuple[str, nn.Module, Any]]):
-        self.module, self.matched = module, matched
+        self.module = module
         self.facts: ModelFacts = facts_of(module)
+        parts = ((fqn, target, _parts(style, self._kind(fqn))) for fqn, target, style in matched)
+        self.matched = [(fqn, target, part) for fqn, target, styles in parts for part in styles]
         self.styles: dict[int, list[Any]] = {}
-        for _, target, style in matched:
+        for _, target, style in self.matched:
             self.styles.setdefault(id(target), []).append(style)
+        self.lowered: set[int] = set()  # modules whose own computation has a rule
         self.gathered: set[int] = set()  # linears whose block gathers their input
 
     def run(self) -> Plan:
-        blocks = [match for match in self.matched if isinstance(match[2], PrepareModuleInput)]
-        other_matches = [match for match in self.matched if not isinstance(match[2], PrepareModuleInput)]
-        # what a block gathers decides how its linears begin
-        texts = [(fqn, style, self._style(fqn, target, style)) for fqn, target, style in [*blocks, *other_matches]]
-        reasons = {(fqn, id(style)): text for fqn, style, text in texts if isinstance(text, str)}
+        texts = {n: self._style(*match) for n, match in enumerate(self.matched) if not _converts(match[2])}
+        self.lowered = {id(self.matched[n][1]) for n, text in texts.items() if not isinstance(text, str)}
+        while open_ends := {n: tied for n in texts if (tied := self._open_tie(self.matched[n][1]))}:
+            texts |= {n: f"it is tied to {tied}, which has no rule" for n, tied in open_ends.items()}
+            self.lowered -= {id(self.matched[n][1]) for n in open_ends}
+        # a block gathers for linears that have rules, which then begin otherwise
+        texts |= {n: self._style(*match) for n, match in enumerate(self.matched) if _converts(match[2])}
+        rules, unlowered = [], []
+        for n, (fqn, target, style) in enumerate(self.matched):
+            text = texts[n]
+            if isinstance(text, str):
+                unlowered.append(UnloweredStyle(fqn, style, spelled(style), text))
+                continue
+            if id(target) in self.gathered:
+                text = replace(text, options={**text.options, "input": "gathered"})
+            rules.append(Rule(self.facts.module_fqns[fqn], text, "style"))
         plan = replace(self._own_sections(), name="styles", options=Options(), source="", on_unclaimed="leave")
-        if not reasons:
-            rules = (
-                Rule(self.facts.module_fqns[fqn], text, "style") for fqn, _, text in texts if not isinstance(text, str)
-            )
-            return replace(plan, rules=tuple(rules))
-        unlowered = (
-            UnloweredStyle(fqn, style, spelled(style), reasons.get((fqn, id(style)), ""))
-            for fqn, _, style in self.matched
-        )
-        return replace(plan, unlowered_styles=tuple(unlowered))
+        return replace(plan, rules=tuple(rules), unlowered_styles=tuple(unlowered))
+
+    def _open_tie(self, target: nn.Module) -> str:
+        """What a module with a rule shares a parameter with that has none; empty where there is nothing."""
+        return open_tie(self.module, target, self.lowered) if id(target) in self.lowered else ""
 
     def _own_sections(self) -> Plan:
         """What the model's own plan says about axes other than `tp`, where this is the model that it is for."""
@@ -101,16 +123,15 @@ class _Lowering:
         """The style of the rule; or, as text, why there is none."""
         if record_of(self.module) is not None:
             return "the model has a plan already"
-        if len(self.styles[id(target)]) > 1:
-            return "the module has several styles"
+        competing = [other for other in self.styles[id(target)] if _converts(style) or not _converts(other)]
+        if len(competing) > 1:
+            return _several(style)
         if any(isinstance(parameter, DTensor) for parameter in target.parameters()):
             return "an earlier call has sharded a parameter that is tied to its own"
-        if tied := open_tie(self.module, target, set(self.styles)):
-            return f"it is tied to {tied}, which has no style"
         if any(character in fqn for character in "*{},"):
             return "its name reads as a pattern"
         if isinstance(style, ColwiseParallel):
-            return self._colwise(fqn, target, style)
+            return self._colwise(fqn, style)
         if isinstance(style, RowwiseParallel):
             return self._rowwise(fqn, style)
         if isinstance(style, SequenceParallel):
@@ -119,40 +140,33 @@ class _Lowering:
             return self._gather(fqn, target, style)
         return f"a {type(style).__name__} has no equivalent"
 
-    def _colwise(self, fqn: str, target: nn.Module, style: ColwiseParallel) -> StyleText | str:
+    def _colwise(self, fqn: str, style: ColwiseParallel) -> StyleText:
         source, output = _text(style.input_layouts[0]), _text(style.output_layouts[0])
-        is_embedding = self._kind(fqn) == "embedding"
-        if source != "replicate" and (is_embedding or not source.startswith("dim")):
-            return f"its input is {style.input_layouts[0]}"
-        if output not in ("replicate", "features"):
-            return f"its output is {style.output_layouts[0]}"
-        options = {"input": "gathered" if id(target) in self.gathered else source, "output": output}
+        options = {"input": source, "output": output}
         if style.use_local_output and output == "replicate" and self._is_head(fqn):
             options["head"] = "yes"
         return StyleText("ColwiseParallel", _with_type(options, style))
 
     def _rowwise(self, fqn: str, style: RowwiseParallel) -> StyleText | str:
         source, output = _text(style.input_layouts[0]), _text(style.output_layouts[0])
-        needed = ("replicate",) if self._kind(fqn) == "embedding" else ("replicate", "features")
-        if source not in needed:
-            return f"its input is {style.input_layouts[0]}"
-        if output != "replicate" and not output.startswith("dim"):
+        if output == "features":
+            output = FEATURES
+        elif output == "other":
             return f"its output is {style.output_layouts[0]}"
         return StyleText("RowwiseParallel", _with_type({"input": source, "output": output}, style))
 
-    def _sequence(self, fqn: str, style: SequenceParallel) -> StyleText | str:
+    def _sequence(self, fqn: str, style: SequenceParallel) -> StyleText:
         dim = _text(style.sequence_sharding[0])
-        if not dim.startswith("dim"):
-            return f"its input is {style.sequence_sharding[0]}"
+        dim = FEATURES if dim == "features" else dim
         reads = not style.use_local_output and not self._is_read_by_styles(fqn, dim)
         return StyleText("SequenceParallel", {"dim": dim} | ({"output_type": "dtensor"} if reads else {}))
 
     def _gather(self, fqn: str, target: nn.Module, style: PrepareModuleInput) -> StyleText | str:
         """One gather of the first input: for the column linears of this dict, where only they read it, or for any
         code."""
-        sources = [_text(layout) for layout in style.input_layouts[:1]]
-        desired = [_text(layout) for layout in style.desired_input_layouts[:1]]
-        other_layouts = (*style.input_layouts[1:], *style.input_kwarg_layouts.values())
+        layouts, wanted = style.input_layouts or (), style.desired_input_layouts or ()
+        sources, desired = [_text(layout) for layout in layouts[:1]], [_text(layout) for layout in wanted[:1]]
+        other_layouts = (*layouts[1:], *style.input_kwarg_layouts.values())
         if (
             desired != ["replicate"]
             or not sources[0].startswith("dim")
@@ -161,7 +175,7 @@ class _Lowering:
             return "it does more than gather its first input"
         readers = readers_of_input(target.__class__) if _is_stock(target) else None
         linears = [getattr(target, name, None) for name in readers or ()]
-        options = {"input": sources[0], "inputs": str(len(style.input_layouts))}
+        options = {"input": sources[0], "inputs": str(len(layouts))}
         if not linears or not self._has_one_name(target) or not all(map(self._reads_replicated, linears)):
             return StyleText(
                 "PrepareModuleInput", {**options, "for_code": "tensor" if style.use_local_output else "dtensor"}
@@ -174,6 +188,7 @@ class _Lowering:
         styles = self.styles.get(id(module), [])
         return (
             len(styles) == 1
+            and id(module) in self.lowered
             and isinstance(styles[0], ColwiseParallel)
             and isinstance(module, nn.Linear)
             and _is_stock(module)
@@ -197,10 +212,10 @@ class _Lowering:
         styles = self.styles.get(id(module), [])
         if len(styles) != 1 or not _is_stock(module):
             return False
-        if isinstance(styles[0], PrepareModuleInput) and styles[0].desired_input_layouts[:1] in ((), (None,)):
+        if isinstance(styles[0], PrepareModuleInput) and (styles[0].desired_input_layouts or (None,))[0] is None:
             return False
         converting = isinstance(styles[0], (ColwiseParallel, PrepareModuleInput))
-        return converting and [_text(layout) for layout in styles[0].input_layouts[:1]] == [dim]
+        return converting and [_text(layout) for layout in (styles[0].input_layouts or ())[:1]] == [dim]
 
     def _has_one_name(self, module: nn.Module) -> bool:
         """Whether one module contains it, once."""
@@ -218,6 +233,43 @@ class _Lowering:
         ]
         facts = self.facts.modules[self.facts.module_fqns[fqn]]
         return bool(tables and linears) and facts is linears[-1] and facts.weight_shape[0] == tables[0].weight_shape[0]
+
+
+def _several(style: Any) -> str:
+    """The reason why one of several styles of a module has no rule."""
+    if isinstance(style, PrepareModuleInput):
+        return f"it converts the input of another style, which is {(style.input_layouts or (None,))[0]}"
+    if isinstance(style, PrepareModuleOutput):
+        return f"it converts the output of another style, to {style.desired_output_layouts[0]}"
+    return "the module has several styles"
+
+
+def _parts(style: Any, kind: str) -> list[Any]:
+    """A style with layouts that no rule has, as one with those of a rule, between conversions of its input and output.
+
+    kind: of its module.
+    """
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        return [style]
+    inner, before, after = copy.copy(style), [], []
+    is_column, source, output = isinstance(style, ColwiseParallel), style.input_layouts[0], style.output_layouts[0]
+    known: tuple[str, ...] = ("replicate",)
+    if kind != "embedding":
+        known = ("replicate", "dim") if is_column else ("replicate", "features")
+    if not _text(source).startswith(known):
+        desired = Shard(-1) if "features" in known else Replicate()
+        before = [PrepareModuleInput(input_layouts=source, desired_input_layouts=desired)]
+        inner.input_layouts = (desired,)
+    if is_column and _text(output) not in ("replicate", "features"):
+        local = style.use_local_output
+        after = [PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=output, use_local_output=local)]
+        inner.output_layouts, inner.use_local_output = (Shard(-1),), False
+    return [*before, inner, *after]
+
+
+def _converts(style: Any) -> bool:
+    """Whether a style leaves what the module computes itself to another one."""
+    return isinstance(style, CONVERTING)
 
 
 def _is_in_layers(fqn: str) -> bool:
@@ -240,7 +292,7 @@ def _text(layout: Placement | None) -> str:
         return "other"
     if layout.is_replicate():
         return "replicate"
-    if not layout.is_shard() or dim_of(layout) < -1:
+    if not layout.is_shard():
         return "other"
     return "features" if dim_of(layout) == -1 else f"dim{dim_of(layout)}"
 

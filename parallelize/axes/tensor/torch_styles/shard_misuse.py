@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from parallelize.axes.tensor.torch_styles.linear import ColwiseParallel, RowwiseParallel
+from parallelize.axes.tensor.torch_styles.styles import ColwiseParallel, RowwiseParallel
 from parallelize.axes.tensor.watch.first_forward import FirstForwards, ShardMaker
 from parallelize.axes.tensor.watch.shard_reads import ShardReads, shard_reads
 from parallelize.base.errors import ModelError, Problem, short_list

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from parallelize.axes.tensor.torch_styles.boundary import ModuleStyle
 from parallelize.axes.tensor.torch_styles.shard_misuse import refuse_training_of_unclaimed, watch_first_forwards
+from parallelize.axes.tensor.torch_styles.styles import CONVERTING, SHARDING
 from parallelize.state.guards.guard_table import PLANNED, RESOLVED, STYLED, Guard, Guarded, add_guards
 from parallelize.state.guards.other_libraries import refuse_wrappers
 from parallelize.state.randomness.dropout.install import refuse_early_dropout
@@ -23,11 +23,10 @@ def _is_on_tp(model: Guarded) -> bool:
     return model.plan is not None and model.plan.tp_size > 1
 
 
-def _has_local_modules(model: Guarded) -> bool:
-    """Whether styles of this package compute with local tensors in some module."""
-    return model.plan is not None and any(
-        isinstance(item.style, ModuleStyle) for item in model.plan.plan.unlowered_styles
-    )
+def _has_pytorch_styles(model: Guarded) -> bool:
+    """Whether PyTorch's own styles compute some module; a third party's may return full tensors and full gradients."""
+    styles = model.plan.plan.unlowered_styles if model.plan is not None else ()
+    return any(isinstance(item.style, (*SHARDING, *CONVERTING)) for item in styles)
 
 
 add_guards(
@@ -52,9 +51,9 @@ add_guards(
     ),
     Guard(
         ("other-data-parallel",),
-        "DistributedDataParallel and `replicate` around modules that compute with local tensors",
+        "DistributedDataParallel and `replicate` around modules that compute with shards",
         (STYLED,),
         lambda model: refuse_wrappers(model.module),
-        applies=_has_local_modules,
+        applies=_has_pytorch_styles,
     ),
 )

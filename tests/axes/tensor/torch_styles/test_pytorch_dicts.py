@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import parallelize
-from parallelize.axes.tensor.torch_styles.dicts import from_pytorch
+from parallelize.axes.tensor.torch_styles.styles import from_pytorch
 from tests.axes.tensor import jobs
 
 pytestmark = pytest.mark.processes

@@ -62,6 +62,17 @@ class _FullSizes:
         return self.stock(module)
 
 
+def refuse_merging_unplanned(layer: nn.Module, base: nn.Module) -> None:
+    """Raises: ModelError `unplanned-adapter` where the layer has shards and its adapters, which were added later, do
+    not: stages plan together, and one layer cannot ask for it."""
+    own = {id(parameter) for parameter in base.parameters()}
+    adapters = [parameter for parameter in layer.parameters() if id(parameter) not in own]
+    weight = base._parameters.get(getattr(layer, "parameter_name", "weight"))
+    if "tp" in _axes_of(weight) and adapters and not any(isinstance(parameter, DTensor) for parameter in adapters):
+        what = "adapters that were added after the plan are merged in one layer, before the stages have planned them"
+        raise ModelError(Problem("unplanned-adapter", what, fix="model.merge_adapter() on every rank"))
+
+
 def refuse_merging_into_shards(layer: nn.Module, base: nn.Module) -> None:
     """Raises: ModelError `unplanned-adapter` where data ranks store rows of a layer (ZeRO 3), and its adapters in full,
     which were added later; or rows of adapters, and the layer's experts over `ep`."""
@@ -80,7 +91,7 @@ def refuse_merging_into_shards(layer: nn.Module, base: nn.Module) -> None:
 
 
 def _is_sharded_by_rows(module: nn.Module) -> bool:
-    """Whether `fully_shard` has sharded its weight, or the codes of one, which it gathers before the module's forward."""
+    """Whether `fully_shard` has sharded its weight or its codes, which it gathers before the module's forward."""
     return any(map(_is_sharded_over_data, module._parameters.values()))
 
 
@@ -188,6 +199,7 @@ def _plan_before_merging_layer(stock: Callable[..., Any]) -> Callable[..., Any]:
         for root in roots_around([layer, base]):
             if applied(root).stage_adapters is None:  # all stages plan together, and some may have no such layer
                 take_changes(root)
+        refuse_merging_unplanned(layer, base)
         refuse_merging_into_shards(layer, base)
         return stock(layer, *args, **kwargs)
 

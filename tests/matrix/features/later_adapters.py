@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from parallelize import Checkpointer, quantize
-from tests.matrix.axes import Axis
 from tests.matrix.features.adapters import PROMPTS, QUANTIZED, adapters, lora
 from tests.matrix.sides import Side, seeded
 
@@ -166,11 +165,8 @@ def _evaluates_after(use: Callable[[Any], nn.Module]) -> Callable[[Side], None]:
     return run
 
 
-def _by_layer_or_all(axis: Axis) -> bool:
-    """Stages plan together, which a layer that is merged by itself cannot ask of them where `tp` shards its weight."""
-    return axis.ranks("pp") == 1 or axis.ranks("tp") == 1
-
+ON_STAGES = {"unplanned-adapter": "stages plan together, which a layer that is merged by itself cannot ask of them"}
 
 for _name, _use in USES.items():
-    _on = _by_layer_or_all if _use is _each_layer else lambda axis: True
-    adapters(name=f"{_name}_before_a_forward", **PLAIN, refused=IN_FULL, on=_on)(_evaluates_after(_use))
+    _refused = IN_FULL | ON_STAGES if _use is _each_layer else IN_FULL
+    adapters(name=f"{_name}_before_a_forward", **PLAIN, refused=_refused)(_evaluates_after(_use))

@@ -186,7 +186,7 @@ def _class(described: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value that `json_encoder` has encoded, for display. Values without a short form are shown as their tag."""
+    """A value that `json_codec` has encoded, for display. Values without a short form are shown as their tag."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, dict):

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from parallelize.base.errors import ModelError, Problem, did_you_mean
+from parallelize.base.files.yaml_kinds import FLAG, FLAG_OR_AUTO, MOST, TEXTS, WORD, Kind, choice, count
+from parallelize.base.files.yaml_nodes import Reader
 from parallelize.base.mesh import AXES, FOLDED_AXES, MeshSpec, axis_order, possible_expert_ranks
 from parallelize.plan.styles.contract import OVERLAPS
 
@@ -131,11 +133,41 @@ _DTYPES = ("dtype", "reduce_dtype")
 _COUNTS = ("num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "etp")
 ROW_OPTIONS = ("sequence_parallel", "loss_parallel", "fuse_loss", "ep", "etp")
 """Options that decide contracts and layouts over `tp`."""
-FLAGS = ("defer", "sequence_parallel", "loss_parallel", "fuse_loss", "overlap_microbatches")
 AUTO = "auto"
-AUTO_FLAGS = ("overlap_microbatches",)
-"""Flags that may be "auto", too."""
-NUMBERS = ("zero", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "etp", "compare_every")
+
+
+def _number(least: int = 1, most: int = MOST) -> Kind:
+    """An integer, whose limits `Options` checks."""
+    return Kind(Reader.number, count(least, most).schema)
+
+
+def _words(*words: str) -> Kind:
+    """A word, which `Options` checks."""
+    return Kind(WORD.read, choice(*words).schema)
+
+
+KINDS: dict[str, Kind] = {
+    "schedule": WORD,
+    "num_microbatches": _number(),
+    "stages_per_rank": _number(),
+    "zero": _number(0, 3),
+    "defer": FLAG,
+    "sequence_parallel": FLAG,
+    "loss_parallel": FLAG,
+    "fuse_loss": FLAG,
+    "overlap": _words(*OVERLAPS),
+    "overlap_microbatches": FLAG_OR_AUTO,
+    "ulysses": _number(),
+    "ep": _number(),
+    "etp": _number(),
+    "recompute": _words(*RECOMPUTE),
+    "recompute_every": _number(),
+    "recompute_save": Kind(Reader.texts, TEXTS.schema),
+    "dtype": _words(*DTYPES, *DTYPE_ALIASES),
+    "reduce_dtype": _words(*DTYPES, *DTYPE_ALIASES),
+    "compare_every": _number(0),
+}
+"""How each option is written in the file of a run, and under a plan's `defaults:`."""
 
 
 def dtype_name(value: object) -> str:
@@ -174,8 +206,10 @@ def _wrong_values(options: Options) -> Iterator[Problem]:
     yield from wrong_choices(options, {"overlap": OVERLAPS, "recompute": RECOMPUTE, **dict.fromkeys(_DTYPES, DTYPES)})
     if options.schedule is not None and not isinstance(options.schedule, str):
         yield Problem("bad-option", f"schedule is {options.schedule!r}", fix="the name of a schedule, such as 1f1b")
-    for name in FLAGS:
-        automatic = (AUTO,) if name in AUTO_FLAGS else ()
+    for name, kind in KINDS.items():
+        if kind not in (FLAG, FLAG_OR_AUTO):
+            continue
+        automatic = (AUTO,) if kind is FLAG_OR_AUTO else ()
         if getattr(options, name) not in (None, False, True, *automatic):
             choices = ", ".join(("True", "False", *map(repr, automatic)))
             what = f"{name} is {getattr(options, name)!r}"

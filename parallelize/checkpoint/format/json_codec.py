@@ -30,7 +30,7 @@ from parallelize.checkpoint.format.json_forms import (
     BY_TYPE,
     MAX_DEPTH,
     TAG,
-    Form,
+    TaggedForm,
     bad,
     check_plain,
     is_text,
@@ -118,7 +118,7 @@ class _Encoder:
         is_large = value.numel() * value.element_size() > INLINE_BYTES
         return self.tagged(BY_TAG["stored_tensor" if self.tensors and is_large else "tensor"], value, where)
 
-    def tagged(self, form: Form, value: Any, where: str) -> dict[str, Any]:
+    def tagged(self, form: TaggedForm, value: Any, where: str) -> dict[str, Any]:
         return {TAG: form.tag, **dict(zip(form.fields, form.write(self, value, where), strict=True))}
 
     def container(self, value: Any, where: str) -> Any:

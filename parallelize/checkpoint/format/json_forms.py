@@ -32,7 +32,7 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True)
-class Form:
+class TaggedForm:
     """How values are written as an object {"$": tag, field: ...}, and how it is read again.
 
     Attributes:
@@ -265,8 +265,8 @@ def _constructed(where: str, construct: Callable[[], Any]) -> Any:
 _ITEMS, _VALUE, _BASE64 = ("items",), ("value",), ("base64",)
 _TABLE = (
     # base 16: Python refuses to parse more than 4300 decimal digits
-    Form("int", ("hex",), lambda e, v, w: (format(v, "x"),), _integer, (int,), lambda v: v.bit_length() < 64),
-    Form(
+    TaggedForm("int", ("hex",), lambda e, v, w: (format(v, "x"),), _integer, (int,), lambda v: v.bit_length() < 64),
+    TaggedForm(
         "float",
         _VALUE,
         lambda e, v, w: (repr(v),),
@@ -274,30 +274,33 @@ _TABLE = (
         (float,),
         math.isfinite,
     ),
-    Form("complex", _ITEMS, lambda e, v, w: ([e.any(v.real, w), e.any(v.imag, w)],), _complex, (complex,)),
-    Form("str", _BASE64, lambda e, v, w: (_base64(v.encode("utf-8", "surrogatepass")),), _text, (str,), is_text),
-    Form("bytes", _BASE64, lambda e, v, w: (_base64(v),), lambda d, w, n, v: _raw(w, v), (bytes,)),
-    Form("tuple", _ITEMS, _items, lambda d, w, n, v: tuple(d.items(v, w, n)), (tuple,)),
-    Form("set", _ITEMS, _members, lambda d, w, n, v: set(d.members(v, w, n)), (set,)),
-    Form("frozenset", _ITEMS, _members, lambda d, w, n, v: d.members(v, w, n), (frozenset,)),
-    Form("dict", _ITEMS, _pairs, lambda d, w, n, v: d.pairs(v, w, n), (dict,)),
-    Form("counter", _ITEMS, _pairs, lambda d, w, n, v: Counter(d.pairs(v, w, n)), (Counter,)),
-    Form("ordered_dict", _ITEMS, _pairs, lambda d, w, n, v: OrderedDict(d.pairs(v, w, n)), (OrderedDict,)),
-    Form("defaultdict", ("factory", "items"), _factory_and_pairs, _default_dict, (defaultdict,)),
-    Form("tensor", ("dtype", "shape", "base64"), _inlined, _inline),
-    Form("stored_tensor", ("dtype", "shape", "key"), _put, _stored),
-    Form("ndarray", _VALUE, _as_tensor, _array),
-    Form("numpy_scalar", _VALUE, _as_tensor, _scalar),
-    Form(
+    TaggedForm("complex", _ITEMS, lambda e, v, w: ([e.any(v.real, w), e.any(v.imag, w)],), _complex, (complex,)),
+    TaggedForm("str", _BASE64, lambda e, v, w: (_base64(v.encode("utf-8", "surrogatepass")),), _text, (str,), is_text),
+    TaggedForm("bytes", _BASE64, lambda e, v, w: (_base64(v),), lambda d, w, n, v: _raw(w, v), (bytes,)),
+    TaggedForm("tuple", _ITEMS, _items, lambda d, w, n, v: tuple(d.items(v, w, n)), (tuple,)),
+    TaggedForm("set", _ITEMS, _members, lambda d, w, n, v: set(d.members(v, w, n)), (set,)),
+    TaggedForm("frozenset", _ITEMS, _members, lambda d, w, n, v: d.members(v, w, n), (frozenset,)),
+    TaggedForm("dict", _ITEMS, _pairs, lambda d, w, n, v: d.pairs(v, w, n), (dict,)),
+    TaggedForm("counter", _ITEMS, _pairs, lambda d, w, n, v: Counter(d.pairs(v, w, n)), (Counter,)),
+    TaggedForm("ordered_dict", _ITEMS, _pairs, lambda d, w, n, v: OrderedDict(d.pairs(v, w, n)), (OrderedDict,)),
+    TaggedForm("defaultdict", ("factory", "items"), _factory_and_pairs, _default_dict, (defaultdict,)),
+    TaggedForm("tensor", ("dtype", "shape", "base64"), _inlined, _inline),
+    TaggedForm("stored_tensor", ("dtype", "shape", "key"), _put, _stored),
+    TaggedForm("ndarray", _VALUE, _as_tensor, _array),
+    TaggedForm("numpy_scalar", _VALUE, _as_tensor, _scalar),
+    TaggedForm(
         "dtype",
         ("name",),
         lambda e, v, w: (_dtype_name(v),),
         lambda d, w, n, v: _named(w, v, _DTYPES, f"is not a dtype: {short(v)}"),
         (torch.dtype,),
     ),
-    Form("device", ("name",), lambda e, v, w: (str(v),), _device, (torch.device,)),
-    Form("size", _ITEMS, lambda e, v, w: (list(v),), _size, (torch.Size,)),
-    *(Form("path", ("kind", "value"), partial(_path_parts, name), _path, (kind,)) for name, kind in _PATHS.items()),
+    TaggedForm("device", ("name",), lambda e, v, w: (str(v),), _device, (torch.device,)),
+    TaggedForm("size", _ITEMS, lambda e, v, w: (list(v),), _size, (torch.Size,)),
+    *(
+        TaggedForm("path", ("kind", "value"), partial(_path_parts, name), _path, (kind,))
+        for name, kind in _PATHS.items()
+    ),
 )
 BY_TAG = {form.tag: form for form in _TABLE}
 BY_TYPE = {kind: form for form in _TABLE for kind in form.types}

@@ -13,6 +13,7 @@ import yaml
 
 from parallelize.base.errors import CheckpointError, ParallelizeError, PlanError, Problem, did_you_mean, near
 from parallelize.base.files.paths import read_named
+from parallelize.base.files.yaml_kinds import choice
 from parallelize.base.files.yaml_nodes import MAX_BYTES, Reader, compose
 from parallelize.plan.options import KINDS, Options
 from parallelize.plan.pattern import check_pattern
@@ -195,9 +196,8 @@ def _tie(reader: Reader, name: str, node: yaml.Node) -> Tie | None:
             reader.wrong(node, "missing-key", f"tie {name} has no `members`", "list the tied parameters")
             return None
         members = fields["members"]
-        reduce = (reader.text(fields["reduce"], "reduce") if "reduce" in fields else reduce) or reduce
-        if reduce not in ("sum", "none"):
-            reader.wrong(fields["reduce"], "bad-value", f"reduce is {reduce!r}", "sum or none")
+        if "reduce" in fields:
+            reduce = reader.choice(fields["reduce"], "reduce", ("sum", "none")) or reduce
     names = reader.texts(members, f"tie {name}")
     if len(set(names)) < 2:
         reader.wrong(node, "bad-value", f"tie {name} has {len(set(names))} members", "name two parameters or more")
@@ -219,10 +219,7 @@ def _attention(reader: Reader, node: yaml.Node, key: str) -> tuple[AttentionRule
     rules = []
     for text, key_node, value in reader.mapping(node, key):
         optional, (pattern, _, child) = "?" in text, text.replace("?", "").partition(" with ")
-        what = f"the attention of {pattern}"
-        kind = reader.text(value, what)
-        if kind is not None and kind not in ATTENTION:
-            reader.wrong(value, "bad-value", f"{what} is {kind!r}", "one of: " + ", ".join(ATTENTION))
+        kind = reader.choice(value, f"the attention of {pattern}", ATTENTION)
         with reader.collecting(PlanError):
             for part in (pattern, child) if child else (pattern,):
                 check_pattern(part, reader.where(key_node))
@@ -237,13 +234,6 @@ def _positions(reader: Reader, node: yaml.Node, key: str) -> dict[str, str]:
     if len(words) not in (1, 3) or not words[0] or words[1:2] not in ([], ["from"]):
         reader.wrong(node, "bad-value", f"positions is {text!r}", "an argument, `argument from mask`, or none")
     return {"positions": words[0], "positions_from": words[2] if len(words) == 3 else ""}
-
-
-def _packing(reader: Reader, node: yaml.Node, key: str) -> str:
-    text = reader.text(node, key) or "positions"
-    if text not in ("positions", "none"):
-        reader.wrong(node, "bad-value", f"packing is {text!r}", "positions or none")
-    return text
 
 
 _SECTIONS: Sections = {
@@ -262,7 +252,7 @@ _SECTIONS: Sections = {
     "recompute": ("recompute_units", _units),
     "attention": ("attention", _attention),
     "positions": ("", _positions),
-    "packing": ("packing", _packing),
+    "packing": ("packing", choice("positions", "none").read),
     "allow": ("allow", _allowed),
 }
 

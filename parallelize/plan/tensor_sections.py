@@ -61,10 +61,7 @@ def _size(reader: Reader, name: str, node: yaml.Node) -> Size | None:
     if isinstance(node, yaml.MappingNode):
         fields = reader.known(node, f"size {name}", {"from", "below_tp"})
         if "below_tp" in fields:
-            choice = reader.text(fields["below_tp"], "below_tp")
-            replicate = choice == "replicate"
-            if choice not in (None, "replicate", "refuse"):
-                reader.wrong(fields["below_tp"], "bad-value", f"below_tp is {choice!r}", "replicate or refuse")
+            replicate = reader.choice(fields["below_tp"], "below_tp", ("replicate", "refuse")) == "replicate"
         if "from" not in fields:
             reader.wrong(node, "missing-key", f"size {name} has no `from`")
             return None

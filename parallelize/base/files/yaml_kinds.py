@@ -80,14 +80,7 @@ def _seed_or_text(reader: Reader, node: yaml.Node, key: str) -> int | str | None
 
 def choice(*words: str) -> Kind:
     """One of these words."""
-
-    def read(reader: Reader, node: yaml.Node, key: str) -> str | None:
-        text = reader.text(node, name_of(key))
-        if text is not None and text not in words:
-            reader.wrong(node, "bad-value", f"{name_of(key)} is {text!r}", "one of: " + ", ".join(words))
-        return text
-
-    return Kind(read, {"enum": list(words)})
+    return Kind(lambda reader, node, key: reader.choice(node, name_of(key), words), {"enum": list(words)})
 
 
 _STRING: dict[str, Any] = {"type": "string"}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +111,15 @@ class Reader:
             self.wrong(node, "too-large", what, "shorten it")
         else:
             return node.value
+        return None
+
+    def choice(self, node: yaml.Node, what: str, words: Sequence[str]) -> str | None:
+        """One of these words, or None after reporting."""
+        text = self.text(node, what)
+        if text is None or text in words:
+            return text
+        fix = " or ".join(words) if len(words) == 2 else "one of: " + ", ".join(words)
+        self.wrong(node, "bad-value", f"{what} is {text!r}", fix)
         return None
 
     def flag(self, node: yaml.Node, what: str) -> bool:

@@ -329,9 +329,9 @@ def _flag_or_auto(text: str) -> bool | str:
 
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "schedule": {"help": "of the pipeline" + _CHOSEN_BY_PLAN.format("1f1b")},
-    "num_microbatches": {"type": int, "metavar": "N", "help": "microbatches of a step (default: twice pp)"},
-    "stages_per_rank": {"type": int, "metavar": "N", "help": "pipeline stages of each rank (default: by the schedule)"},
-    "zero": {"type": int, "choices": range(4), "help": "ZeRO stage over dp" + _CHOSEN_BY_PLAN.format(0)},
+    "num_microbatches": {"help": "microbatches of a step (default: twice pp)"},
+    "stages_per_rank": {"help": "pipeline stages of each rank (default: by the schedule)"},
+    "zero": {"metavar": None, "choices": range(4), "help": "ZeRO stage over dp" + _CHOSEN_BY_PLAN.format(0)},
     "defer": {"help": "ZeRO 2 and 3 reduce gradients once a step"},
     "sequence_parallel": {"help": "norms and residuals are sequence shards over tp"},
     "loss_parallel": {"help": "logits stay shards of the vocabulary over tp"},
@@ -346,27 +346,27 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
             "a forward runs beside the backward of the microbatch before it; auto: where the first steps are faster so"
         ),
     },
-    "ulysses": {"type": int, "metavar": "N", "help": "ranks of cp that exchange heads; the rest forms a ring"},
-    "ep": {"type": int, "metavar": "N", "help": "ranks over which whole experts are divided, folded over dp x cp x tp"},
+    "ulysses": {"help": "ranks of cp that exchange heads; the rest forms a ring"},
+    "ep": {"help": "ranks over which whole experts are divided, folded over dp x cp x tp"},
     "etp": {
-        "type": int,
-        "metavar": "N",
         "help": "ranks over which each expert is split; experts are on ep x etp ranks",
     },
     "recompute": {
         "choices": RECOMPUTE,
         "help": "activations computed again in backward" + _CHOSEN_BY_PLAN.format("off"),
     },
-    "recompute_every": {"type": int, "metavar": "N", "help": "of the units, only every N-th"},
+    "recompute_every": {"help": "of the units, only every N-th"},
     "recompute_save": {"nargs": "+", "metavar": "KIND", "help": "what selective recompute saves"},
     "dtype": {"choices": DTYPES, "type": dtype_name, "help": "of compute"},
     "reduce_dtype": {"choices": DTYPES, "type": dtype_name, "help": "of sums of gradients over data ranks"},
     "compare_every": {
-        "type": int,
-        "metavar": "N",
         "help": "in the first step, and every N-th after it, compare parameters that ranks store alike; 0: never"
         + _CHOSEN_BY_PLAN.format(100),
     },
+}
+_BY_KIND: dict[Any, dict[str, Any]] = {
+    Reader.number: {"type": int, "metavar": "N"},
+    FLAG.read: {"action": argparse.BooleanOptionalAction},
 }
 _SHORT = {"num_microbatches": ("--microbatches",)}
 
@@ -380,9 +380,7 @@ def add_options(
     help_texts: by option, where a command says more than the others.
     """
     for name in NAMES:
-        arguments = dict(_ARGUMENTS[name])
-        if len(arguments) == 1 and name != "schedule":
-            arguments["action"] = argparse.BooleanOptionalAction
+        arguments = {**_BY_KIND.get(KINDS[name].read, {}), **_ARGUMENTS[name]}
         if choices and name in choices:
             arguments["choices"] = choices[name]
         arguments["help"] = help_texts.get(name, arguments["help"])

@@ -25,6 +25,8 @@ MOVED = {
     "checkpoint.format.strict_json": "base.files.strict_json",
     "checkpoint.format.boxes": "base.files.boxes",
     "checkpoint.format.digests": "base.files.digests",
+    "checkpoint.format.json_encoder": "checkpoint.format.json_codec",
+    "checkpoint.format.json_decoder": "checkpoint.format.json_codec",
     "plan.yaml_nodes": "base.files.yaml_nodes",
     "styles": "plan.styles",
     "models": "plan.models",

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from parallelize.base.errors import ModelError, Problem, did_you_mean
+from parallelize.base.files.yaml_kinds import FLAG, FLAG_OR_AUTO, MOST, TEXTS, WORD, Kind, choice, count
+from parallelize.base.files.yaml_nodes import Reader
 from parallelize.base.mesh import AXES, FOLDED_AXES, MeshSpec, axis_order, possible_expert_ranks
 from parallelize.plan.styles.contract import OVERLAPS
 
@@ -131,11 +133,41 @@ _DTYPES = ("dtype", "reduce_dtype")
 _COUNTS = ("num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "etp")
 ROW_OPTIONS = ("sequence_parallel", "loss_parallel", "fuse_loss", "ep", "etp")
 """Options that decide contracts and layouts over `tp`."""
-FLAGS = ("defer", "sequence_parallel", "loss_parallel", "fuse_loss", "overlap_microbatches")
 AUTO = "auto"
-AUTO_FLAGS = ("overlap_microbatches",)
-"""Flags that may be "auto", too."""
-NUMBERS = ("zero", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "etp", "compare_every")
+
+
+def _number(least: int = 1, most: int = MOST) -> Kind:
+    """An integer, whose limits `Options` checks."""
+    return Kind(Reader.number, count(least, most).schema)
+
+
+def _words(*words: str) -> Kind:
+    """A word, which `Options` checks."""
+    return Kind(WORD.read, choice(*words).schema)
+
+
+KINDS: dict[str, Kind] = {
+    "schedule": WORD,
+    "num_microbatches": _number(),
+    "stages_per_rank": _number(),
+    "zero": _number(0, 3),
+    "defer": FLAG,
+    "sequence_parallel": FLAG,
+    "loss_parallel": FLAG,
+    "fuse_loss": FLAG,
+    "overlap": _words(*OVERLAPS),
+    "overlap_microbatches": FLAG_OR_AUTO,
+    "ulysses": _number(),
+    "ep": _number(),
+    "etp": _number(),
+    "recompute": _words(*RECOMPUTE),
+    "recompute_every": _number(),
+    "recompute_save": Kind(Reader.texts, TEXTS.schema),
+    "dtype": _words(*DTYPES, *DTYPE_ALIASES),
+    "reduce_dtype": _words(*DTYPES, *DTYPE_ALIASES),
+    "compare_every": _number(0),
+}
+"""How each option is written in the file of a run, and under a plan's `defaults:`."""
 
 
 def dtype_name(value: object) -> str:
@@ -174,8 +206,10 @@ def _wrong_values(options: Options) -> Iterator[Problem]:
     yield from wrong_choices(options, {"overlap": OVERLAPS, "recompute": RECOMPUTE, **dict.fromkeys(_DTYPES, DTYPES)})
     if options.schedule is not None and not isinstance(options.schedule, str):
         yield Problem("bad-option", f"schedule is {options.schedule!r}", fix="the name of a schedule, such as 1f1b")
-    for name in FLAGS:
-        automatic = (AUTO,) if name in AUTO_FLAGS else ()
+    for name, kind in KINDS.items():
+        if kind not in (FLAG, FLAG_OR_AUTO):
+            continue
+        automatic = (AUTO,) if kind is FLAG_OR_AUTO else ()
         if getattr(options, name) not in (None, False, True, *automatic):
             choices = ", ".join(("True", "False", *map(repr, automatic)))
             what = f"{name} is {getattr(options, name)!r}"
@@ -295,9 +329,9 @@ def _flag_or_auto(text: str) -> bool | str:
 
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "schedule": {"help": "of the pipeline" + _CHOSEN_BY_PLAN.format("1f1b")},
-    "num_microbatches": {"type": int, "metavar": "N", "help": "microbatches of a step (default: twice pp)"},
-    "stages_per_rank": {"type": int, "metavar": "N", "help": "pipeline stages of each rank (default: by the schedule)"},
-    "zero": {"type": int, "choices": range(4), "help": "ZeRO stage over dp" + _CHOSEN_BY_PLAN.format(0)},
+    "num_microbatches": {"help": "microbatches of a step (default: twice pp)"},
+    "stages_per_rank": {"help": "pipeline stages of each rank (default: by the schedule)"},
+    "zero": {"metavar": None, "choices": range(4), "help": "ZeRO stage over dp" + _CHOSEN_BY_PLAN.format(0)},
     "defer": {"help": "ZeRO 2 and 3 reduce gradients once a step"},
     "sequence_parallel": {"help": "norms and residuals are sequence shards over tp"},
     "loss_parallel": {"help": "logits stay shards of the vocabulary over tp"},
@@ -312,27 +346,27 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
             "a forward runs beside the backward of the microbatch before it; auto: where the first steps are faster so"
         ),
     },
-    "ulysses": {"type": int, "metavar": "N", "help": "ranks of cp that exchange heads; the rest forms a ring"},
-    "ep": {"type": int, "metavar": "N", "help": "ranks over which whole experts are divided, folded over dp x cp x tp"},
+    "ulysses": {"help": "ranks of cp that exchange heads; the rest forms a ring"},
+    "ep": {"help": "ranks over which whole experts are divided, folded over dp x cp x tp"},
     "etp": {
-        "type": int,
-        "metavar": "N",
         "help": "ranks over which each expert is split; experts are on ep x etp ranks",
     },
     "recompute": {
         "choices": RECOMPUTE,
         "help": "activations computed again in backward" + _CHOSEN_BY_PLAN.format("off"),
     },
-    "recompute_every": {"type": int, "metavar": "N", "help": "of the units, only every N-th"},
+    "recompute_every": {"help": "of the units, only every N-th"},
     "recompute_save": {"nargs": "+", "metavar": "KIND", "help": "what selective recompute saves"},
     "dtype": {"choices": DTYPES, "type": dtype_name, "help": "of compute"},
     "reduce_dtype": {"choices": DTYPES, "type": dtype_name, "help": "of sums of gradients over data ranks"},
     "compare_every": {
-        "type": int,
-        "metavar": "N",
         "help": "in the first step, and every N-th after it, compare parameters that ranks store alike; 0: never"
         + _CHOSEN_BY_PLAN.format(100),
     },
+}
+_BY_KIND: dict[Any, dict[str, Any]] = {
+    Reader.number: {"type": int, "metavar": "N"},
+    FLAG.read: {"action": argparse.BooleanOptionalAction},
 }
 _SHORT = {"num_microbatches": ("--microbatches",)}
 
@@ -346,9 +380,7 @@ def add_options(
     help_texts: by option, where a command says more than the others.
     """
     for name in NAMES:
-        arguments = dict(_ARGUMENTS[name])
-        if len(arguments) == 1 and name != "schedule":
-            arguments["action"] = argparse.BooleanOptionalAction
+        arguments = {**_BY_KIND.get(KINDS[name].read, {}), **_ARGUMENTS[name]}
         if choices and name in choices:
             arguments["choices"] = choices[name]
         arguments["help"] = help_texts.get(name, arguments["help"])

@@ -6,7 +6,6 @@ Torch-free, so that `parallelize lint` starts fast.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import yaml
 
 from parallelize.base.errors import CheckpointError, ParallelizeError, PlanError, Problem, did_you_mean, near
 from parallelize.base.files.paths import read_named
+from parallelize.base.files.yaml_kinds import choice
 from parallelize.base.files.yaml_nodes import MAX_BYTES, Reader, compose
-from parallelize.plan.options import AUTO_FLAGS, FLAGS, NUMBERS, Options
-from parallelize.plan.options import NAMES as OPTION_NAMES
+from parallelize.plan.options import KINDS, Options
 from parallelize.plan.pattern import check_pattern
 from parallelize.plan.schema import (
     ALLOWED,
@@ -32,29 +31,7 @@ from parallelize.plan.schema import (
     Size,
     Tie,
 )
-from parallelize.plan.tensor_sections import read_cases, read_tensor_sections
-
-KEYS = {
-    "schema_version",
-    "model_type",
-    "classes",
-    "base",
-    "sizes",
-    "defaults",
-    "tensor_parallel",
-    "sequence_parallel",
-    "local",
-    "local_inputs",
-    "when",
-    "pipeline",
-    "ties",
-    "zero",
-    "recompute",
-    "attention",
-    "positions",
-    "packing",
-    "allow",
-}
+from parallelize.plan.tensor_sections import TENSOR_SECTIONS, Sections, read_cases, read_rules, read_sections
 
 
 def plans_folder() -> Path:
@@ -119,96 +96,70 @@ def read_plan(path: Path) -> Plan:
 def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
     """Read plan text. Raises: PlanError with all problems, in the order of the file."""
     reader = Reader(source)
-    top = reader.known(compose(text, source), "the plan", KEYS)
-    _check_version(reader, top, source)
-    plan = Plan(
-        name=name,
-        model_types=_texts(reader, top, "model_type"),
-        classes=_texts(reader, top, "classes"),
-        base="".join(_texts(reader, top, "base")[:1]),
-        **read_tensor_sections(reader, top),
-        cases=tuple(read_cases(reader, top)),
-        regions=_regions(reader, top),
-        cuts=_cuts(reader, top),
-        ties=tuple(_ties(reader, top)),
-        zero_units=_units(reader, top, "zero"),
-        recompute_units=_units(reader, top, "recompute"),
-        attention=tuple(_attention(reader, top)),
-        **_positions(reader, top),
-        allow=_allowed(reader, top),
-        options=_defaults(reader, top),
-        source=source,
-    )
-    _check_rules(reader, top, plan, source)
+    top = reader.known(compose(text, source), "the plan", set(_SECTIONS))
+    plan = Plan(name=name, source=source, **{"rules": (), **read_sections(reader, top, _SECTIONS)})
+    _check_present(reader, top)
     _check_sizes(reader, plan)
     _check_repeated(reader, plan)
     if reader.problems:
-        raise PlanError(*sorted(dict.fromkeys(reader.problems), key=_position))
+        raise PlanError(*reader.in_order())
     return plan
 
 
-def _check_version(reader: Reader, top: dict[str, yaml.Node], source: str) -> None:
+def _check_present(reader: Reader, top: dict[str, yaml.Node]) -> None:
     if "schema_version" not in top:
-        reader.problems.append(
-            Problem("no-version", "no schema_version", source, fix=f"add `schema_version: {SCHEMA_VERSION}`")
-        )
-        return
-    version = reader.number(top["schema_version"], "schema_version")
+        fix = f"add `schema_version: {SCHEMA_VERSION}`"
+        reader.problems.append(Problem("no-version", "no schema_version", reader.source, fix=fix))
+    if "tensor_parallel" not in top:
+        fix = "add `tensor_parallel:`"
+        reader.problems.append(Problem("missing-key", "no tensor_parallel rules", reader.source, fix=fix))
+
+
+# -- sections: (reader, node, key) -> what the plan has ----------------------------------------------------------------
+
+
+def _version(reader: Reader, node: yaml.Node, key: str) -> dict[str, Any]:
+    version = reader.number(node, key)
     if version is not None and version != SCHEMA_VERSION:
-        reader.wrong(
-            top["schema_version"], "unknown-version", f"version {version}; this release reads {SCHEMA_VERSION}"
-        )
+        reader.wrong(node, "unknown-version", f"version {version}; this release reads {SCHEMA_VERSION}")
+    return {}
 
 
-def _allowed(reader: Reader, top: dict[str, yaml.Node]) -> tuple[str, ...]:
-    slugs = _texts(reader, top, "allow")
+def _base(reader: Reader, node: yaml.Node, key: str) -> str:
+    return "".join(reader.texts(node, key)[:1])
+
+
+def _allowed(reader: Reader, node: yaml.Node, key: str) -> tuple[str, ...]:
+    slugs = reader.texts(node, key)
     for slug in slugs:
         if slug not in ALLOWED:
-            reader.wrong(top["allow"], "bad-value", f"allow names {slug!r}", "one of: " + ", ".join(ALLOWED))
+            reader.wrong(node, "bad-value", f"allow names {slug!r}", "one of: " + ", ".join(ALLOWED))
     return slugs
 
 
-def _texts(reader: Reader, top: dict[str, yaml.Node], key: str) -> tuple[str, ...]:
-    return reader.texts(top[key], key) if key in top else ()
-
-
-def _defaults(reader: Reader, top: dict[str, yaml.Node]) -> Options:
+def _defaults(reader: Reader, node: yaml.Node, key: str) -> Options:
     """`defaults:`: any of the `Options`, where the caller chooses none."""
     values: dict[str, Any] = {}
-    nodes = reader.known(top["defaults"], "defaults", set(OPTION_NAMES)) if "defaults" in top else {}
-    for name, node in nodes.items():
-        value = _option(reader, name, node)
+    for name, value_node in reader.known(node, key, set(KINDS)).items():
         try:
-            Options(**{name: value})
+            values |= Options(**{name: KINDS[name].read(reader, value_node, name)}).explicit()
         except ParallelizeError as error:
-            reader.wrong(node, "bad-value", error.problems[0].what, error.problems[0].fix)
-        else:
-            values[name] = value
+            reader.wrong(value_node, "bad-value", error.problems[0].what, error.problems[0].fix)
     return Options(**values)
 
 
-def _option(reader: Reader, name: str, node: yaml.Node) -> Any:
-    """The value of one option; None after reporting."""
-    if name in AUTO_FLAGS:
-        return reader.flag_or_auto(node, name)
-    if name in FLAGS:
-        return reader.flag(node, name)
-    if name in NUMBERS:
-        return reader.number(node, name)
-    if name == "recompute_save":
-        return reader.texts(node, name)
-    is_off = isinstance(node, yaml.ScalarNode) and node.value == "off"  # YAML reads a bare `off` as false
-    return "off" if is_off else reader.text(node, name)
+def _rules(reader: Reader, node: yaml.Node, key: str) -> tuple[Rule, ...]:
+    before, rules = len(reader.problems), read_rules(reader, node, key)
+    if not rules and len(reader.problems) == before:
+        reader.wrong(node, "missing-key", "tensor_parallel has no rules")
+    return rules
 
 
-def _regions(reader: Reader, top: dict[str, yaml.Node]) -> tuple[RegionBounds, ...]:
+def _regions(reader: Reader, node: yaml.Node, key: str) -> tuple[RegionBounds, ...]:
     """One region, or a list of those of an encoder and a decoder."""
-    if "sequence_parallel" not in top:
-        return ()
-    node = top["sequence_parallel"]
     nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if not nodes:
-        reader.wrong(node, "missing-key", "sequence_parallel is an empty list", "name the list of layers")
+        reader.wrong(node, "missing-key", f"{key} is an empty list", "name the list of layers")
     regions = [_region(reader, item) for item in nodes]
     return tuple(region for region in regions if region is not None)
 
@@ -222,87 +173,91 @@ def _region(reader: Reader, node: yaml.Node) -> RegionBounds | None:
     return RegionBounds(texts["layers"], texts.get("leave", ""), texts.get("argument", ""), reader.where(node))
 
 
-def _cuts(reader: Reader, top: dict[str, yaml.Node]) -> Cuts | None:
-    if "pipeline" not in top:
-        return None
-    node = top["pipeline"]
-    fields = reader.known(node, "pipeline", {"layers", "first", "last", "every", "skips", "carry"})
-    lists = {key: reader.texts(fields[key], key) for key in ("first", "last", "every", "carry") if key in fields}
+def _cuts(reader: Reader, node: yaml.Node, key: str) -> Cuts:
+    fields = reader.known(node, key, {"layers", "first", "last", "every", "skips", "carry"})
+    lists = {name: reader.texts(fields[name], name) for name in ("first", "last", "every", "carry") if name in fields}
     layers = (reader.text(fields["layers"], "layers") or "") if "layers" in fields else LONGEST_LIST
     skips = reader.mapping(fields["skips"], "skips") if "skips" in fields else ()
-    pairs = ((key, reader.text(value, f"where {key} is used") or "") for key, _, value in skips)
+    pairs = ((name, reader.text(value, f"where {name} is used") or "") for name, _, value in skips)
     return Cuts(layers, **lists, skips=tuple(pairs), where=reader.where(node))
 
 
-def _ties(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[Tie]:
-    for name, _, node in reader.mapping(top["ties"], "ties") if "ties" in top else ():
-        members, reduce = node, "sum"
-        if isinstance(node, yaml.MappingNode):
-            fields = reader.known(node, f"tie {name}", {"members", "reduce"})
-            if "members" not in fields:
-                reader.wrong(node, "missing-key", f"tie {name} has no `members`", "list the tied parameters")
-                continue
-            members = fields["members"]
-            reduce = (reader.text(fields["reduce"], "reduce") if "reduce" in fields else reduce) or reduce
-            if reduce not in ("sum", "none"):
-                reader.wrong(fields["reduce"], "bad-value", f"reduce is {reduce!r}", "sum or none")
-        names = reader.texts(members, f"tie {name}")
-        if len(set(names)) < 2:
-            reader.wrong(node, "bad-value", f"tie {name} has {len(set(names))} members", "name two parameters or more")
-        yield Tie(name, names, reduce, reader.where(node))
+def _ties(reader: Reader, node: yaml.Node, key: str) -> tuple[Tie, ...]:
+    ties = (_tie(reader, name, value) for name, _, value in reader.mapping(node, key))
+    return tuple(tie for tie in ties if tie is not None)
 
 
-def _units(reader: Reader, top: dict[str, yaml.Node], key: str) -> tuple[str, ...]:
-    if key not in top:
-        return ()
-    fields = reader.known(top[key], key, {"units"})
+def _tie(reader: Reader, name: str, node: yaml.Node) -> Tie | None:
+    """A list of parameters, or that and how their gradients are reduced."""
+    members, reduce = node, "sum"
+    if isinstance(node, yaml.MappingNode):
+        fields = reader.known(node, f"tie {name}", {"members", "reduce"})
+        if "members" not in fields:
+            reader.wrong(node, "missing-key", f"tie {name} has no `members`", "list the tied parameters")
+            return None
+        members = fields["members"]
+        if "reduce" in fields:
+            reduce = reader.choice(fields["reduce"], "reduce", ("sum", "none")) or reduce
+    names = reader.texts(members, f"tie {name}")
+    if len(set(names)) < 2:
+        reader.wrong(node, "bad-value", f"tie {name} has {len(set(names))} members", "name two parameters or more")
+    return Tie(name, names, reduce, reader.where(node))
+
+
+def _units(reader: Reader, node: yaml.Node, key: str) -> tuple[str, ...]:
+    fields = reader.known(node, key, {"units"})
     units = reader.texts(fields["units"], "units") if "units" in fields else ()
     for unit in units:
-        try:
+        with reader.collecting(PlanError):
             check_pattern(unit, reader.where(fields["units"]))
-        except PlanError as error:
-            reader.problems.extend(error.problems)
     return units
 
 
-def _attention(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[AttentionRule]:
+def _attention(reader: Reader, node: yaml.Node, key: str) -> tuple[AttentionRule, ...]:
     """`attention:`: `pattern: kind`, `pattern?: kind`, and `pattern with child: kind` for the modules that have such a
     child."""
-    for key, key_node, node in reader.mapping(top["attention"], "attention") if "attention" in top else ():
-        optional, (pattern, _, child) = "?" in key, key.replace("?", "").partition(" with ")
-        kind = reader.text(node, f"the attention of {pattern}")
-        if kind is not None and kind not in ATTENTION:
-            reader.wrong(
-                node, "bad-value", f"the attention of {pattern} is {kind!r}", "one of: " + ", ".join(ATTENTION)
-            )
-        try:
-            check_pattern(pattern, reader.where(key_node))
-            if child:
-                check_pattern(child, reader.where(key_node))
-            yield AttentionRule(pattern, kind or ATTENTION[0], child, optional)
-        except PlanError as error:
-            reader.problems.extend(error.problems)
+    rules = []
+    for text, key_node, value in reader.mapping(node, key):
+        optional, (pattern, _, child) = "?" in text, text.replace("?", "").partition(" with ")
+        kind = reader.choice(value, f"the attention of {pattern}", ATTENTION)
+        with reader.collecting(PlanError):
+            for part in (pattern, child) if child else (pattern,):
+                check_pattern(part, reader.where(key_node))
+            rules.append(AttentionRule(pattern, kind or ATTENTION[0], child, optional))
+    return tuple(rules)
 
 
-def _positions(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Any]:
-    """`positions: position_ids`, or `position_ids from attention_mask`; `packing: positions`, or `none`."""
-    text = (reader.text(top["positions"], "positions") if "positions" in top else None) or "position_ids"
-    words = text.split()
-    if len(words) not in (1, 3) or words[1:2] not in ([], ["from"]):
-        reader.wrong(
-            top["positions"], "bad-value", f"positions is {text!r}", "an argument, `argument from mask`, or none"
-        )
-    packing = (reader.text(top["packing"], "packing") if "packing" in top else None) or "positions"
-    if packing not in ("positions", "none"):
-        reader.wrong(top["packing"], "bad-value", f"packing is {packing!r}", "positions or none")
-    return {"positions": words[0], "positions_from": words[2] if len(words) == 3 else "", "packing": packing}
+def _positions(reader: Reader, node: yaml.Node, key: str) -> dict[str, str]:
+    """`positions: position_ids`, or `position_ids from attention_mask`."""
+    text = reader.text(node, key) or "position_ids"
+    words = text.split() or [""]
+    if len(words) not in (1, 3) or not words[0] or words[1:2] not in ([], ["from"]):
+        reader.wrong(node, "bad-value", f"positions is {text!r}", "an argument, `argument from mask`, or none")
+    return {"positions": words[0], "positions_from": words[2] if len(words) == 3 else ""}
 
 
-def _check_rules(reader: Reader, top: dict[str, yaml.Node], plan: Plan, source: str) -> None:
-    if "tensor_parallel" not in top:
-        reader.problems.append(Problem("missing-key", "no tensor_parallel rules", source, fix="add `tensor_parallel:`"))
-    elif not plan.rules and not reader.problems:
-        reader.wrong(top["tensor_parallel"], "missing-key", "tensor_parallel has no rules")
+_SECTIONS: Sections = {
+    **TENSOR_SECTIONS,
+    "schema_version": ("", _version),
+    "model_type": ("model_types", Reader.texts),
+    "classes": ("classes", Reader.texts),
+    "base": ("base", _base),
+    "defaults": ("options", _defaults),
+    "tensor_parallel": ("rules", _rules),
+    "sequence_parallel": ("regions", _regions),
+    "when": ("cases", read_cases),
+    "pipeline": ("cuts", _cuts),
+    "ties": ("ties", _ties),
+    "zero": ("zero_units", _units),
+    "recompute": ("recompute_units", _units),
+    "attention": ("attention", _attention),
+    "positions": ("", _positions),
+    "packing": ("packing", choice("positions", "none").read),
+    "allow": ("allow", _allowed),
+}
+
+
+# -- what several sections must agree on -------------------------------------------------------------------------------
 
 
 def _check_sizes(reader: Reader, plan: Plan) -> None:
@@ -329,10 +284,6 @@ def _check_repeated(reader: Reader, plan: Plan) -> None:
             reader.problems.append(
                 Problem("duplicate-key", f"{rule.pattern!r} has a rule at {other.where} already", rule.where)
             )
-
-
-def _position(problem: Problem) -> tuple[int, ...]:
-    return tuple(int(part) for part in problem.where.split(":")[-2:] if part.isdigit())
 
 
 def _short(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The content of a plan file, as frozen data. `load.py` reads it; `resolve.py` matches it with a model's names and
+"""The content of a plan file, as frozen data. `plan_file.py` reads it; `resolve.py` matches it with a model's names and
 shapes.
 
 Torch-free.

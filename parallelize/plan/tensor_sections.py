@@ -8,7 +8,7 @@ Torch-free.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -20,52 +20,55 @@ from parallelize.plan.schema import Case, LocalAttribute, LocalInput, Rule, Size
 from parallelize.plan.styles.notation import is_sum_of_sizes, parse_style
 from parallelize.plan.styles.style import terms_of
 
-TENSOR_KEYS = {"sizes", "tensor_parallel", "local", "local_inputs"}
-"""The sections that may be under `when:`."""
+Sections = Mapping[str, tuple[str, Callable[[Reader, yaml.Node, str], Any]]]
+"""Key of a section -> the field of a `Plan` or a `Case` that it fills, and (reader, node, key) -> its value. Without a
+field, the value is a dict of several."""
 
 _CONDITION = re.compile(r"(not\s+)?([A-Za-z_][\w.]*)\Z")
 
 
-def read_tensor_sections(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Any]:
-    """The fields of a `Plan`, or of a `Case`, that these sections fill. Mistakes are collected by the reader."""
-    return {
-        "sizes": _sizes(reader, top),
-        "rules": tuple(_rules_below(reader, top["tensor_parallel"], "")) if "tensor_parallel" in top else (),
-        "local": tuple(_local(reader, top)),
-        "local_inputs": tuple(_local_inputs(reader, top)),
-    }
+def read_sections(reader: Reader, nodes: Mapping[str, yaml.Node], sections: Sections) -> dict[str, Any]:
+    """The fields that the sections of a file fill. Mistakes are collected by the reader."""
+    values: dict[str, Any] = {}
+    for key, node in nodes.items():
+        name, read = sections[key]
+        value = read(reader, node, key)
+        values |= {name: value} if name else value
+    return values
 
 
-def read_cases(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[Case]:
+def read_cases(reader: Reader, node: yaml.Node, key: str) -> tuple[Case, ...]:
     """`when:`: a condition on fields of the model's config, to the sections that hold where it is true."""
-    for text, key_node, node in reader.mapping(top["when"], "when") if "when" in top else ():
+    cases = []
+    for text, key_node, value in reader.mapping(node, key):
         parts = [_CONDITION.match(part.strip()) for part in text.split(" and ")]
         if not all(parts):
             reader.wrong(key_node, "bad-condition", f"cannot read {text!r}", "`field`, `not field`, joined by ` and `")
         condition = tuple((part[2], not part[1]) for part in parts if part)
-        sections = reader.known(node, f"when {text}", TENSOR_KEYS)
-        yield Case(condition, where=reader.where(key_node), **read_tensor_sections(reader, sections))
+        nodes = reader.known(value, f"when {text}", set(TENSOR_SECTIONS))
+        cases.append(Case(condition, where=reader.where(key_node), **read_sections(reader, nodes, TENSOR_SECTIONS)))
+    return tuple(cases)
 
 
-def _sizes(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Size]:
-    sizes = {}
-    for name, _, node in reader.mapping(top["sizes"], "sizes") if "sizes" in top else ():
-        replicate, where = False, reader.where(node)
-        if isinstance(node, yaml.MappingNode):
-            fields = reader.known(node, f"size {name}", {"from", "below_tp"})
-            if "below_tp" in fields:
-                choice = reader.text(fields["below_tp"], "below_tp")
-                replicate = choice == "replicate"
-                if choice not in (None, "replicate", "refuse"):
-                    reader.wrong(fields["below_tp"], "bad-value", f"below_tp is {choice!r}", "replicate or refuse")
-            if "from" not in fields:
-                reader.wrong(node, "missing-key", f"size {name} has no `from`")
-                continue
-            node = fields["from"]
-        source = _size_source(reader, node, name)
-        # a missing source is reported already; the size stays known, so that rules that name it are not reported too
-        sizes[name] = Size(1 if source is None else source, replicate, where)
-    return sizes
+def _sizes(reader: Reader, node: yaml.Node, key: str) -> dict[str, Size]:
+    sizes = ((name, _size(reader, name, value)) for name, _, value in reader.mapping(node, key))
+    return {name: size for name, size in sizes if size is not None}
+
+
+def _size(reader: Reader, name: str, node: yaml.Node) -> Size | None:
+    """A source, or that and what holds for fewer units than ranks."""
+    replicate, where = False, reader.where(node)
+    if isinstance(node, yaml.MappingNode):
+        fields = reader.known(node, f"size {name}", {"from", "below_tp"})
+        if "below_tp" in fields:
+            replicate = reader.choice(fields["below_tp"], "below_tp", ("replicate", "refuse")) == "replicate"
+        if "from" not in fields:
+            reader.wrong(node, "missing-key", f"size {name} has no `from`")
+            return None
+        node = fields["from"]
+    source = _size_source(reader, node, name)
+    # a missing source is reported already; the size stays known, so that rules that name it are not reported too
+    return Size(1 if source is None else source, replicate, where)
 
 
 def _size_source(reader: Reader, node: yaml.Node, name: str) -> str | int | None:
@@ -77,6 +80,10 @@ def _size_source(reader: Reader, node: yaml.Node, name: str) -> str | int | None
         reader.wrong(node, "wrong-type", f"size {name} is {node.value or 'empty'}", fix)
         return None
     return reader.text(node, f"size {name}")
+
+
+def read_rules(reader: Reader, node: yaml.Node, key: str) -> tuple[Rule, ...]:
+    return tuple(_rules_below(reader, node, ""))
 
 
 def _rules_below(reader: Reader, node: yaml.Node, prefix: str) -> Iterator[Rule]:
@@ -92,15 +99,13 @@ def _rules_below(reader: Reader, node: yaml.Node, prefix: str) -> Iterator[Rule]
         text = reader.text(value, f"the style of {pattern}")
         if text is None:
             continue
-        try:
+        with reader.collecting(PlanError):
             check_pattern(pattern, reader.where(key_node), defaults=True, root=True)
             yield Rule(pattern, parse_style(text, reader.where(value)), reader.where(key_node), optional)
-        except PlanError as error:
-            reader.problems.extend(error.problems)
 
 
-def _local(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalAttribute]:
-    for pattern, optional, node in _patterns(reader, top, "local"):
+def _local(reader: Reader, section: yaml.Node, key: str) -> Iterator[LocalAttribute]:
+    for pattern, optional, node in _patterns(reader, section, key):
         for attribute, _, value in reader.mapping(node, f"local {pattern}"):
             text = reader.text(value, attribute)
             if text is None:
@@ -114,10 +119,10 @@ def _local(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalAttribute
                 yield LocalAttribute(pattern, attribute, size, divide_by, where, optional, (), if_present)
 
 
-def _local_inputs(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalInput]:
+def _local_inputs(reader: Reader, section: yaml.Node, key: str) -> Iterator[LocalInput]:
     """`local_inputs:`: of modules, arguments that have a part for each head: `alibi: shard(0, unit=heads)`; and those
     whose width is read as a local one: `x: width(heads)`."""
-    for pattern, optional, node in _patterns(reader, top, "local_inputs"):
+    for pattern, optional, node in _patterns(reader, section, key):
         for argument, _, value in reader.mapping(node, f"local_inputs {pattern}"):
             text, where = reader.text(value, argument), reader.where(value)
             if text is not None and (width := _WIDTH.fullmatch(text.strip())):
@@ -139,12 +144,19 @@ def _local_inputs(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalIn
 _WIDTH = re.compile(r"width\(\s*([A-Za-z_]\w*)\s*\)")
 
 
-def _patterns(reader: Reader, top: dict[str, yaml.Node], key: str) -> Iterator[tuple[str, bool, yaml.Node]]:
+def _patterns(reader: Reader, section: yaml.Node, key: str) -> Iterator[tuple[str, bool, yaml.Node]]:
     """(pattern, whether it may match nothing, value) of each entry of a section."""
-    for pattern, key_node, node in reader.mapping(top[key], key) if key in top else ():
+    for pattern, key_node, node in reader.mapping(section, key):
         optional, pattern = "?" in pattern, pattern.replace("?", "")
-        try:
+        with reader.collecting(PlanError):
             check_pattern(pattern, reader.where(key_node), root=True)
-        except PlanError as error:
-            reader.problems.extend(error.problems)
         yield pattern, optional, node
+
+
+TENSOR_SECTIONS: Sections = {
+    "sizes": ("sizes", _sizes),
+    "tensor_parallel": ("rules", read_rules),
+    "local": ("local", lambda reader, node, key: tuple(_local(reader, node, key))),
+    "local_inputs": ("local_inputs", lambda reader, node, key: tuple(_local_inputs(reader, node, key))),
+}
+"""The sections that may be under `when:`."""

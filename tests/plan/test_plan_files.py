@@ -58,6 +58,8 @@ MISTAKES = [
     (GOOD + "sizes: {heads: {from: x, below_tp: split}}", "bad-value", ""),
     (GOOD + "local: {a: {n: heads}}", "unknown-size", ":3:16"),
     (GOOD + "sequence_parallel: {leave: x}", "missing-key", ":3:20"),
+    (GOOD + "positions: ' '", "bad-value", ":3:12"),
+    (GOOD + "attention: {'': causal}", "bad-pattern", ":3:13"),
     ("schema_version: 1\ntensor_parallel: {a: colwize}", "unknown-style", ":2:22"),
     ("schema_version: 1\ntensor_parallel: {a: 'colwise('}", "bad-style", ":2:22"),
     ("schema_version: 1\ntensor_parallel: {a: colwise(outptu=full)}", "unknown-style-option", ":2:22"),

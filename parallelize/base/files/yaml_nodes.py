@@ -9,14 +9,16 @@ Torch-free.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
-from parallelize.base.errors import PlanError, Problem, did_you_mean
+from parallelize.base.errors import ParallelizeError, PlanError, Problem, did_you_mean
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
@@ -26,21 +28,44 @@ _FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml tak
 _FLAG: dict[str, Any] = {"true": True, "false": False}
 _OF_PYTHON = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false"}
 _NOTHING = ("", "~", "null", "Null", "NULL", "None")
+_REAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
+_LEADING_ZERO = re.compile(r"[+-]?0\d")
 _SYNTAX = "close quotes and brackets, indent alike, and write `key: value`"
 
 
 @dataclass
 class Reader:
-    """Reads nodes of one document and collects problems."""
+    """Reads nodes of one document and collects problems.
+
+    Attributes:
+        origins: id of a node, which the document keeps -> where it is from, if not from the document.
+        places: dotted key -> where its value is.
+        unread: dotted keys whose values are wrong, so that nothing is to be concluded from them.
+    """
 
     source: str
     problems: list[Problem] = field(default_factory=list)
+    origins: dict[int, str] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
 
     def where(self, node: yaml.Node) -> str:
-        return f"{self.source}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+        return self.origins.get(id(node)) or f"{self.source}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
 
     def wrong(self, node: yaml.Node, slug: str, what: str, fix: str = "") -> None:
         self.problems.append(Problem(slug, what, self.where(node), fix=fix))
+
+    def in_order(self) -> list[Problem]:
+        """The problems, each once, in the order of the file."""
+        return sorted(dict.fromkeys(self.problems), key=_position)
+
+    @contextmanager
+    def collecting(self, kind: type[ParallelizeError]) -> Iterator[None]:
+        """Collects the problems of an error that says itself where it is."""
+        try:
+            yield
+        except kind as error:
+            self.problems.extend(error.problems)
 
     def mapping(self, node: yaml.Node, what: str) -> list[tuple[str, yaml.Node, yaml.Node]]:
         """(key, key node, value node) in file order; a repeated key is reported and skipped."""
@@ -88,6 +113,15 @@ class Reader:
             return node.value
         return None
 
+    def choice(self, node: yaml.Node, what: str, words: Sequence[str]) -> str | None:
+        """One of these words, or None after reporting."""
+        text = self.text(node, what)
+        if text is None or text in words:
+            return text
+        fix = " or ".join(words) if len(words) == 2 else "one of: " + ", ".join(words)
+        self.wrong(node, "bad-value", f"{what} is {text!r}", fix)
+        return None
+
     def flag(self, node: yaml.Node, what: str) -> bool:
         """`true` or `false`; anything else is reported and False."""
         return bool(self._one_word(node, what, _FLAG))
@@ -123,6 +157,42 @@ class Reader:
         texts = (self.text(item, f"an item of {what}") for item in node.value)
         return tuple(text for text in texts if text is not None)
 
+    def real(self, node: yaml.Node, what: str) -> float | None:
+        """A finite decimal number; None after reporting."""
+        if isinstance(node, yaml.ScalarNode) and _number(node) is not None and math.isfinite(float(node.value)):
+            return float(node.value)
+        shown = repr(node.value[:40]) if isinstance(node, yaml.ScalarNode) else "no scalar"
+        self.wrong(
+            node, "wrong-type", f"{what} must be a finite number, this is {shown}", "write a number such as 0.1 or 3e-4"
+        )
+        return None
+
+    def free(self, node: yaml.Node, what: str) -> Any:
+        """Any plain value: numbers, text, true, false, null, lists, mappings."""
+        if isinstance(node, yaml.MappingNode):
+            return {name: self.free(value, f"{what}.{name}") for name, _, value in self.mapping(node, what)}
+        if isinstance(node, yaml.SequenceNode):
+            return [self.free(item, f"an item of {what}") for item in node.value]
+        assert isinstance(node, yaml.ScalarNode)
+        if is_flag(node):
+            return self.flag(node, what)
+        is_empty_text = node.value == "" and node.tag == _TEXT  # of an argument `key=`
+        if is_nothing(node) and not is_empty_text:
+            return None
+        if node.style is None and _REAL.fullmatch(node.value):
+            number = _number(node)
+            if number is None or (isinstance(number, float) and not math.isfinite(number)):
+                shown = repr(node.value[:40])
+                self.wrong(
+                    node, "wrong-type", f"{what} is no number that can be read: {shown}", "quote it, if it is text"
+                )
+            return number
+        return self.text(node, what)
+
+
+def _position(problem: Problem) -> tuple[int, ...]:
+    return tuple(int(part) for part in problem.where.split(":")[-2:] if part.isdigit())
+
 
 def as_scalar(text: str, inside_braces: bool = False) -> str:
     """A text as a scalar of YAML that `Reader.text` reads as the same text: bare where it may be, else in double
@@ -144,6 +214,19 @@ def _tag_of(text: str) -> str:
     known = yaml.SafeLoader.yaml_implicit_resolvers
     tags = (tag for first in (text[:1], None) for tag, expression in known.get(first, ()) if expression.match(text))
     return next(tags, _TEXT)
+
+
+def _number(node: yaml.Node) -> int | float | None:
+    """The number of a plain scalar; None of anything else, and of numbers with leading zeros, which YAML reads as
+    octal."""
+    if not isinstance(node, yaml.ScalarNode) or node.style is not None or len(node.value) > MAX_SCALAR:
+        return None
+    if not _REAL.fullmatch(node.value) or _LEADING_ZERO.match(node.value):
+        return None
+    try:
+        return int(node.value)
+    except ValueError:
+        return float(node.value)
 
 
 def is_flag(node: yaml.ScalarNode) -> bool:

@@ -65,7 +65,7 @@ class Manifest:
         step: the training step.
         about: mesh, plan, versions and model of the run.
         files, tensors: the files and tensors, by name.
-        state: all state except tensors of the model and the optimizer, encoded by `json_encoder`.
+        state: all state except tensors of the model and the optimizer, encoded by `json_codec`.
         digest: the hash of the manifest; empty if it was not read from a file.
     """
 

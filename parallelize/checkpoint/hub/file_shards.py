@@ -1,4 +1,4 @@
-"""The assignment of tensors to the files of a Hugging Face folder, as in `transformers`. Does not import torch."""
+"""Which file of a Hugging Face folder has which tensor, as in `transformers`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import Part, full_box, volume
+from parallelize.base.files.paths import check_name, read_small
+from parallelize.base.files.strict_json import read_json
 from parallelize.checkpoint.format.header import SIZES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -37,6 +40,17 @@ class HubTensor:
     @property
     def num_bytes(self) -> int:
         return volume(full_box(self.shape)) * SIZES[self.dtype]
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor -> its file, as the index of a folder says. Raises: CheckpointError `bad-index`, and of `read_small`,
+    `read_json` and `check_name`."""
+    where = str(folder / INDEX)
+    index = read_json(read_small(folder, INDEX), where)
+    listed = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(Problem("bad-index", "has no weight_map from tensors to files", where))
+    return {tensor: check_name(file, where) for tensor, file in listed.items()}
 
 
 def parse_size(size: int | str) -> int:

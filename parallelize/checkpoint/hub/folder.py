@@ -21,12 +21,11 @@ from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.errors import CheckpointError, Problem, short_list
 from parallelize.base.files.boxes import Box, full_box, slices_of
-from parallelize.base.files.paths import check_name, open_file, read_small
-from parallelize.base.files.strict_json import read_json
+from parallelize.base.files.paths import open_file
 from parallelize.checkpoint.format.device_pieces import Arena, code_of, empty, torch_dtype
 from parallelize.checkpoint.format.reader import Buffers, TensorFile
 from parallelize.checkpoint.hub.config_json import read_hub_config
-from parallelize.checkpoint.hub.file_shards import INDEX, SINGLE
+from parallelize.checkpoint.hub.file_shards import INDEX, SINGLE, read_index
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
 from parallelize.checkpoint.run.meta_model import move_to_arena, place
 from parallelize.state.stored_slices import named_once
@@ -80,12 +79,8 @@ class HubFolder:
     def _open_indexed(self) -> None:
         """Open the files of the index, which must list exactly the tensors of the files."""
         where = str(self.folder / INDEX)
-        index = read_json(read_small(self.folder, INDEX), where)
-        listed = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(listed, dict) or not listed:
-            raise CheckpointError(Problem("bad-index", "has no weight_map from tensors to files", where))
-        names = {check_name(file, where) for file in listed.values()}
-        for file in sorted(names):
+        listed = read_index(self.folder)
+        for file in sorted(set(listed.values())):
             self._add(file, TensorFile(self.folder, file, None, self._buffers))
         problems = []
         for tensor, file in listed.items():

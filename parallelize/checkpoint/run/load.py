@@ -14,7 +14,7 @@ from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, 
 from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.folders import check_files, saving_nodes
 from parallelize.checkpoint.format.header import is_lossy
-from parallelize.checkpoint.format.json_decoder import decode
+from parallelize.checkpoint.format.json_codec import decode
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor, read_manifest
 from parallelize.checkpoint.run import run_state
 from parallelize.checkpoint.run.fill_tensors import (

@@ -23,7 +23,7 @@ from parallelize.base.files.paths import read_small
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.format.device_pieces import empty, torch_dtype
 from parallelize.checkpoint.format.folders import check_files
-from parallelize.checkpoint.format.json_decoder import stored_keys
+from parallelize.checkpoint.format.json_codec import stored_keys
 from parallelize.checkpoint.format.manifest import NAME, Manifest, manifest_from, read_digest, read_manifest
 from parallelize.checkpoint.run.fill_tensors import Files, ReadJob, prepare_jobs
 from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error

@@ -18,8 +18,7 @@ from parallelize.axes.zero.buckets import as_gradient, to_local
 from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.errors import CheckpointError, Problem, did_you_mean, short_list
 from parallelize.checkpoint.format.device_pieces import torch_dtype
-from parallelize.checkpoint.format.json_decoder import decode
-from parallelize.checkpoint.format.json_encoder import TensorSink, encode
+from parallelize.checkpoint.format.json_codec import TensorSink, decode, encode
 from parallelize.checkpoint.format.manifest import SavedTensor
 from parallelize.checkpoint.run.fill_tensors import Files, ReadJob, allocate_local, jobs_for, read_full
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from parallelize.axes.zero.optimizer import build_optimizer
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.checkpoint.format import folders
-from parallelize.checkpoint.format.json_decoder import decode
+from parallelize.checkpoint.format.json_codec import decode
 from parallelize.checkpoint.format.manifest import read_manifest
 from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh

@@ -23,8 +23,7 @@ from parallelize.base.files.digests import digest_of
 from parallelize.base.files.strict_json import write_json
 from parallelize.base.mesh import DATA_AXES, SAMPLE_AXES
 from parallelize.checkpoint.format.device_pieces import bytes_of
-from parallelize.checkpoint.format.json_decoder import decode
-from parallelize.checkpoint.format.json_encoder import TensorSink, TensorSource, encode
+from parallelize.checkpoint.format.json_codec import TensorSink, TensorSource, decode, encode
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.state.optimizers.muon import Muon
 from parallelize.state.randomness.dropout.draw_hooks import draw_clock

@@ -18,7 +18,7 @@ from parallelize.base.files.boxes import Box, relative_to, shape_of, slices_of, 
 from parallelize.base.layout import replicated
 from parallelize.checkpoint.format.device_pieces import Arena, Scratch, code_of, torch_dtype
 from parallelize.checkpoint.format.header import SIZES
-from parallelize.checkpoint.format.json_encoder import TensorSink, encode
+from parallelize.checkpoint.format.json_codec import TensorSink, encode
 from parallelize.checkpoint.format.writer import TensorToWrite
 from parallelize.checkpoint.run import optimizer_state, run_state
 from parallelize.checkpoint.run.fill_tensors import Files, ReadJob

@@ -17,15 +17,14 @@ from typing import Any
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import full_box, volume
 from parallelize.base.files.digests import KEY
-from parallelize.base.files.paths import check_name, open_file, read_small
-from parallelize.base.files.strict_json import read_json
+from parallelize.base.files.paths import open_file
 from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.format.folders import saving_nodes
 from parallelize.checkpoint.format.gather import GatheredCheckpoint, Source, gather, sources_of
 from parallelize.checkpoint.format.header import read_header
 from parallelize.checkpoint.format.manifest import NAME, SavedTensor
 from parallelize.checkpoint.hub.config_json import read_hub_config
-from parallelize.checkpoint.hub.file_shards import INDEX, SINGLE
+from parallelize.checkpoint.hub.file_shards import INDEX, SINGLE, read_index
 
 _STRUCTS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
@@ -40,13 +39,9 @@ def is_hub_folder(path: Path) -> bool:
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """(safetensors files, weight map of the index; None without an index). Raises: CheckpointError `no-weights`,
     `bad-index`."""
-    where = str(folder / INDEX)
     if (folder / INDEX).is_file():
-        index = read_json(read_small(folder, INDEX), where)
-        listed = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(listed, dict) or not listed:
-            raise CheckpointError(Problem("bad-index", "has no weight_map from tensors to files", where))
-        return sorted({check_name(file, where) for file in listed.values()}), listed
+        listed = read_index(folder)
+        return sorted(set(listed.values())), listed
     existing = sorted(path.name for path in folder.glob("*.safetensors"))
     names = [SINGLE] if SINGLE in existing else existing
     if not names:
@@ -186,7 +181,7 @@ def _class(described: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value that `json_encoder` has encoded, for display. Values without a short form are shown as their tag."""
+    """A value that `json_codec` has encoded, for display. Values without a short form are shown as their tag."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, dict):

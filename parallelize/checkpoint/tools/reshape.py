@@ -38,7 +38,7 @@ from parallelize.checkpoint.format.device_pieces import empty, torch_dtype
 from parallelize.checkpoint.format.folders import KEY as NODES
 from parallelize.checkpoint.format.gather import GatheredCheckpoint, Source, gather, sources_of
 from parallelize.checkpoint.format.header import SIZES
-from parallelize.checkpoint.format.json_decoder import stored_keys
+from parallelize.checkpoint.format.json_codec import stored_keys
 from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor, check_tensors
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.hub.quantized_tensors import in_source_order

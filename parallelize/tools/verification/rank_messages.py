@@ -8,7 +8,7 @@ from typing import Any
 
 from parallelize.base.errors import HandshakeError, ParallelizeError, Problem
 from parallelize.base.files.strict_json import read_json, write_json
-from parallelize.checkpoint.format.json_encoder import decode, encode
+from parallelize.checkpoint.format.json_codec import decode, encode
 from parallelize.tools.verification.compare import Errors
 from parallelize.tools.verification.module_trace import ErrorRecord, ModuleCall, ModuleTrace
 

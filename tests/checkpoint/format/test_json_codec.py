@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parallelize.base.errors import CheckpointError
-from parallelize.checkpoint.format.json_decoder import _DTYPES, _READERS, UNSUPPORTED_DTYPES
-from parallelize.checkpoint.format.json_encoder import INLINE_BYTES, decode, encode
+from parallelize.checkpoint.format.json_codec import INLINE_BYTES, decode, encode
+from parallelize.checkpoint.format.json_forms import BY_TAG, SAVED_DTYPES
 from parallelize.state.randomness.streams import Streams
 
-DTYPES = [dtype for name, dtype in sorted(_DTYPES.items()) if not UNSUPPORTED_DTYPES.match(name)]
+DTYPES = [dtype for _, dtype in sorted(SAVED_DTYPES.items())]
 
 
 def through_text(written):
@@ -178,6 +178,15 @@ def test_large_tensors_go_to_the_sink_with_their_path():
     bad(written, "no stored tensors")
     bad(written, "int32", tensors=lambda key: stored[key].int())
     bad(written, "[511]", tensors=lambda key: stored[key][:511])
+
+
+def test_the_paths_by_which_stored_tensors_are_named_never_change():
+    large, stored = torch.arange(INLINE_BYTES), []
+    value = {None: large, "a b": {"ab" * 20: large}, 3: (large,), 1e19: {(1, 2): large}}
+    encode(value, "user", lambda where, tensor: stored.append(where) or where)
+    assert stored == ["user[NoneType]", f"user['a b'].{'ab' * 20}", "user[3][0]", "user[float][tuple]"]
+    encode({"a " * 20: large}, "user", lambda where, tensor: stored.append(where) or where)
+    assert stored[-1] == f"user[{('a ' * 20)[:29] + '...'!r}]"
 
 
 @pytest.mark.parametrize(
@@ -391,8 +400,8 @@ JSON = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-        | st.sampled_from(sorted(_READERS)).flatmap(
-            lambda tag: st.fixed_dictionaries({"$": st.just(tag), **dict.fromkeys(_READERS[tag][0], inner)})
+        | st.sampled_from(sorted(BY_TAG)).flatmap(
+            lambda tag: st.fixed_dictionaries({"$": st.just(tag), **dict.fromkeys(BY_TAG[tag].fields, inner)})
         )
     ),
     max_leaves=10,

@@ -87,8 +87,8 @@ NOT_OF_A_SCHEMA = {
 def all_keys() -> Iterator[str]:
     for field in (field for field in fields(RunConfig) if field.metadata):
         yield field.name
-        if field.metadata["kind"] == "section":
-            yield from (f"{field.name}.{inner.name}" for inner in fields(field.metadata["of"]))
+        if section := field.metadata["kind"].of:
+            yield from (f"{field.name}.{inner.name}" for inner in fields(section))
     yield from (f"options.{name}" for name in NAMES)
 
 

@@ -17,7 +17,7 @@ from parallelize.base.errors import LaunchError, ParallelizeError
 from parallelize.checkpoint.format.manifest import NAME, read_manifest
 from parallelize.checkpoint.run.metadata import model_metadata
 from parallelize.launch.config.resumed_keys import COMPARED, EFFECT, POSITION, RESUMED
-from parallelize.launch.config.run_config import RunConfig
+from parallelize.launch.config.run_config import OPTIONS, RunConfig
 from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.loop.build_run import RunEnvironment, build_run
 from parallelize.launch.loop.resumed_run import RECORD, _changes_of_model, differences_of
@@ -103,12 +103,12 @@ REFUSED = {
 
 def leaves(cls=RunConfig, path=""):
     """Every dotted key of the file."""
-    for field in fields(cls):
-        if field.metadata.get("kind") == "section":
-            yield from leaves(field.metadata["of"], f"{path}{field.name}.")
-        elif field.metadata.get("kind") == "options":
+    for field in (field for field in fields(cls) if field.metadata):
+        if section := field.metadata["kind"].of:
+            yield from leaves(section, f"{path}{field.name}.")
+        elif field.metadata["kind"] is OPTIONS:
             yield from (f"options.{name}" for name in NAMES)
-        elif field.metadata:
+        else:
             yield f"{path}{field.name}"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from parallelize.base.errors import CheckpointError, DataError, ShapeError
-from parallelize.checkpoint.format.json_encoder import decode, encode
+from parallelize.checkpoint.format.json_codec import decode, encode
 from parallelize.training.data.global_batches import GlobalBatches, SampleOrder
 
 PARALLEL = pytest.mark.parametrize("workers", [0, 2])

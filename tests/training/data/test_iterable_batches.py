@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 
 from parallelize.base.errors import CheckpointError, DataError, ShapeError
 from parallelize.base.torch_private.torch_tensors import hidden_worker_info, in_data_worker
-from parallelize.checkpoint.format.json_encoder import decode, encode
+from parallelize.checkpoint.format.json_codec import decode, encode
 from parallelize.checkpoint.run import run_state
 from parallelize.state.randomness.generators import _uses_cuda
 from parallelize.training.data.iterable_batches import IterableBatches, _Samples

@@ -189,10 +189,10 @@ class Context:
         """
         if private.backward_id() == -1 or replay_cache.in_recompute():
             return replay_cache.remembered("context", self._required)
-        if self._attended_without_graph:
+        alive = list(self._alive)
+        if self._attended_without_graph or not alive:
             what = "a forward over cp was checkpointed without a graph, so it is not known which forward is recomputed"
             raise ModelError(Problem("reentrant-checkpoint", what, fix="use_reentrant=False, or parallelize.recompute"))
-        alive = list(self._alive)
         different = {(sequences.layout, id(sequences.documents)) for sequences in alive}
         if len(different) != 1:
             what = f"{len(different)} forwards with different sequences could be the one that is recomputed"

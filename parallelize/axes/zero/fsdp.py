@@ -65,8 +65,14 @@ class FsdpEngine:
         self.module, self.units, self.defer = module, units, defer
         self.stages = stages  # id of a unit -> its pipeline stage
         self.added: Reducer | None = None
+        unused.at_end.append(self._refuse_unmanaged)
         for unit in units:
             unit.__dict__["__deepcopy__"] = _refuse_copy
+
+    def _refuse_unmanaged(self) -> None:
+        """Raises: ModelError `unmanaged-parameter` for a gradient of what was added since, which no data rank gets."""
+        if self.added is not None:
+            self.added.refuse_unmanaged()
 
     def hold(self, auto_flush: bool = False) -> None:
         """Only a deferred reduction waits for the last backward; with `auto_flush`, for `finish`."""
@@ -209,7 +215,7 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
     summed_over = data_group(mesh)
     name_of = {id(unit): name for name, unit in zip(names, units, strict=True)}
     order = UnitOrder([(name_of.get(id(unit), ""), unit) for unit in fsdp_units], summed_over)
-    unused = UnusedParameters(fsdp_units, summed_over, order, after=BatchNormSync(module, summed_over).share)
+    unused = UnusedParameters(fsdp_units, summed_over, order, at_end=[BatchNormSync(module, summed_over).share])
     return FsdpEngine(module, fsdp_units, stages, options.defer, spec.shard_axis, unused, order)
 
 

@@ -299,7 +299,7 @@ class Reducer:
 
     def finish(self) -> None:
         """All backwards have ended: reduce the remaining buckets, and wait for all reductions."""
-        self._refuse_unmanaged()
+        self.refuse_unmanaged()
         self._held_stages.clear()
         for stage in self._stages:
             if stage in self._unreduced_stages:
@@ -354,7 +354,8 @@ class Reducer:
             )
             _warn_once(text)
 
-    def _refuse_unmanaged(self) -> None:
+    def refuse_unmanaged(self) -> None:
+        """Raises: ModelError `unmanaged-parameter` for a gradient that no data rank gets."""
         newly_unfrozen = [parameter.name for parameter in self.frozen if parameter.param.grad is not None]
         if newly_unfrozen:
             raise unmanaged_error(

@@ -40,14 +40,14 @@ class UnusedParameters:
         units: the modules to which `fully_shard` was applied.
         group: the ranks over which their gradients are summed: along all data axes.
         order: of the messages that these ranks send.
-        after: called at the end of a backward that reduces.
+        at_end: called at the end of a backward that reduces.
 
     Cost: a backward that reduces ends with an all-reduce of one byte per parameter. The host waits for it only on ranks
         that did not use some parameter.
     """
 
-    def __init__(self, units: Iterable[Any], group: Group, order: UnitOrder, after: Callable[[], None]):
-        self.group, self._order, self._after = group, order, after
+    def __init__(self, units: Iterable[Any], group: Group, order: UnitOrder, at_end: Iterable[Callable[[], None]] = ()):
+        self.group, self._order, self.at_end = group, order, [*at_end]
         parts = [part for unit in units for part in unit_groups(unit)]
         self._index = {id(param): n for n, param in enumerate(param for part in parts for param in part.fsdp_params)}
         self._device = parts[0].device if parts else torch.device("cpu")
@@ -107,7 +107,8 @@ class UnusedParameters:
             for key, param in filled.items():
                 if not flags[self._index[key]]:
                     param.sharded_param.grad = None
-        self._after()
+        for call in self.at_end:
+            call()
 
 
 # -- parameter writes ------------------------------------------------------------------------------------------------

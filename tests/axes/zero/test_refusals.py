@@ -57,17 +57,37 @@ def test_a_parameter_that_is_unfrozen_between_forward_and_backward():
             (hidden.sum() + block.up.weight.sum()).backward()
 
 
-def test_a_head_that_is_added_afterwards():
+@pytest.mark.parametrize("name", ["2", "1"])
+def test_a_head_that_is_added_or_replaced_afterwards(name):
     """Of ZeRO 3: the modules of a unit are gathered together."""
-    initial = nn.Sequential(Block())
+    initial = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH))
     models = [copy.deepcopy(initial) for _ in range(2)]
     head = nn.Linear(WIDTH, WIDTH)
 
     def body(rank: int) -> None:
         model = shard_data(models[rank], build_mesh("cpu", dp=2), 3, units=["0"])
-        model.append(copy.deepcopy(head))
-        with refused(ModelError, "unmanaged-parameter", "1.weight", "added after shard_data"):
+        model.add_module(name, copy.deepcopy(head))
+        with refused(ModelError, "unmanaged-parameter", f"{name}.weight", "added after shard_data"):
             build_optimizer(model, torch.optim.SGD, lr=0.1)
+        with refused(ModelError, "unmanaged-parameter", f"{name}.weight", "added after shard_data"):
+            model(torch.randn(3, WIDTH)).sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_an_optimizer_of_what_a_forward_has_left_gathered():
+    """A head whose matmul is left to the loss stays so under ZeRO 3: what is gathered there is not what trains."""
+    models = [tiny_model("llama") for _ in range(2)]
+
+    def body(rank: int) -> None:
+        parallel = parallelize_model(models[rank], build_mesh("cpu", dp=2), zero=3, fuse_loss=True)
+        with torch.no_grad():
+            parallel.module(input_ids=torch.arange(3)[None])
+        gathered = list(parallel.module.parameters())
+        with refused(ModelError, "foreign-parameter", "not between a forward and its backward"):
+            parallel.optimizer(torch.optim.SGD, gathered, lr=0.1)
+        with refused(ModelError, "unsharded-optimizer", "SGD"):
+            torch.optim.SGD(gathered, lr=0.1).step()
 
     run_ranks(2, body)
 

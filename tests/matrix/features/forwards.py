@@ -98,7 +98,12 @@ def selectively_recomputed_dropout(side: Side) -> None:
     side.train()
 
 
-@feature(one_rank=True, needs={"stock"}, without={"recurrent"}, overrides={k: v for k, v in DROPOUT.items() if k})
+@feature(
+    one_rank=True,
+    needs={"stock"},
+    without={"recurrent", "vision"},  # whose layers call one dropout twice, so that a recompute cannot place its draws
+    overrides={k: v for k, v in DROPOUT.items() if k},
+)
 def dropout_checkpointed_by_transformers(side: Side) -> None:
     side.place()
     side.model.gradient_checkpointing_enable()

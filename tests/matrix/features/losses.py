@@ -232,6 +232,15 @@ def fused_loss_and_evaluation(side: Side) -> None:
         side.evaluate(2)
 
 
+@feature(needs={"text"})
+def optimizer_after_an_evaluation(side: Side) -> None:
+    """It gets the parameters, not what the evaluation has left gathered in their place."""
+    side.place(fuse_loss=True)
+    side.evaluate(2)
+    side.train()
+    side.update()
+
+
 @feature(refused=NOT_BY_HAND, needs={"text"})
 def fused_entropy(side: Side) -> None:
     side.place(fuse_loss=True)

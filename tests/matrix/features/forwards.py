@@ -173,8 +173,14 @@ def overlap_in_chunks(side: Side) -> None:
     side.train()
 
 
-@feature(on=lambda axis: axis.ranks("tp") > 1 and axis.ranks("pp") == 1 and axis.options.get("zero") != 3)
+def _runs_pairs(axis: Axis) -> bool:
+    of_tp = axis.ranks("tp") > 1 and axis.ranks("pp") == 1
+    return of_tp and axis.options.get("zero") != 3 and axis.world_size <= 4
+
+
+@feature(on=_runs_pairs, processes=True)
 def overlapped_microbatches(side: Side) -> None:
+    """Where ranks are threads, no two microbatches run at a time."""
     side.place(overlap_microbatches=True, num_microbatches=2)
     side.train()
 

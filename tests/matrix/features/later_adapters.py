@@ -16,6 +16,7 @@ PLAIN: dict[str, Any] = {"needs": PROMPTS, "without": {"recurrent", "experts"}}
 ATTENTION = ["q_proj", "c_attn"]
 ENDS = ["embed_tokens", "lm_head", "wte"]
 COPIES = {"added-parameter": "over data axes and stages, copies of `modules_to_save` come before the plan"}
+TIED = {"added-parameter": "a tied head of stages is one weight with their embedding"}
 NOT_OVER_TP = {"unplanned-adapter": "rows of a sharded embedding, and weights that DoRA reads, belong to a plan"}
 IN_FULL = {"unplanned-adapter": "ZeRO 3 has later adapters in full, and the weights in rows"}
 
@@ -63,7 +64,7 @@ def _trains_with_added(**options: Any) -> Callable[[Side], None]:
 
 
 adapters(name="dora_after", **PLAIN, refused=NOT_OVER_TP)(_trains_with_added(use_dora=True))
-adapters(name="lora_of_ends_after", **PLAIN)(_trains_with_added(target_modules=[*ATTENTION, *ENDS]))
+adapters(name="lora_of_ends_after", **PLAIN, refused=TIED)(_trains_with_added(target_modules=[*ATTENTION, *ENDS]))
 adapters(name="lora_of_the_last_layer_after", **PLAIN)(
     _trains_with_added(target_modules=ATTENTION, layers_to_transform=[1])
 )

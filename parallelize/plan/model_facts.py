@@ -120,18 +120,22 @@ def describe(model: Any) -> ModelFacts:
     return ModelFacts(model, modules, objects, module_fqns, *_parameters(model, quantized))
 
 
-def _parameters(model: Any, quantized: dict[str, ModuleFacts]) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
+def named_once(model: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """(all its names, parameter) of every parameter, in the order of the model."""
     names: dict[int, list[str]] = {}
-    tensors = {}
+    parameters: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-        tensors[id(parameter)] = parameter
+        parameters[id(parameter)] = parameter
+    return [(tuple(fqns), parameters[key]) for key, fqns in names.items()]
+
+
+def _parameters(model: Any, quantized: dict[str, ModuleFacts]) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
     parameters: dict[str, ParameterFacts] = {}
     parameter_fqns: dict[str, str] = {}
-    for key, fqns in names.items():
-        tensor = tensors[key]
+    for fqns, tensor in named_once(model):
         dtype = str(tensor.dtype).removeprefix("torch.")
-        fact = ParameterFacts(tuple(fqns), tuple(tensor.shape), dtype, tensor.requires_grad)
+        fact = ParameterFacts(fqns, tuple(tensor.shape), dtype, tensor.requires_grad)
         parameters[fqns[0]] = _facts_of_codes(fact, quantized[fqns[0]]) if fqns[0] in quantized else fact
         parameter_fqns |= dict.fromkeys(fqns, fqns[0])
     return parameters, parameter_fqns

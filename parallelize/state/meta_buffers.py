@@ -17,8 +17,8 @@ from torch import nn
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.plan.model_facts import named_once
 from parallelize.state.records import applied, mark_applied, record_of
-from parallelize.state.stored_slices import named_once
 from parallelize.state.tensor_tables import swappable
 
 Rebuild = Mapping[str, Callable[[], torch.Tensor]]

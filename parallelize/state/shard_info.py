@@ -15,13 +15,12 @@ from parallelize.base.layout import Layout, SlicePair, chunked, replicated
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.comm.meshes import mesh_spec
-from parallelize.plan.model_facts import ParameterFacts
+from parallelize.plan.model_facts import ParameterFacts, named_once
 from parallelize.state.layout_tensor.layout_dtensor import layout_of
 from parallelize.state.layout_tensor.layout_shard import layout_axis
 from parallelize.state.records import Cut, applied, mesh_of, not_parallelized, pipeline_cut, record_of
 from parallelize.state.sharding import rows_by_name
 from parallelize.state.stage_values import planned_root
-from parallelize.state.stored_slices import named_once
 
 
 @dataclass(frozen=True)

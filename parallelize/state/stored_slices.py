@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from parallelize.base.layout import Layout, SlicePair, replicated
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.plan.model_facts import named_once
 from parallelize.state.layout_tensor.layout_shard import layout_axis, local_pairs, local_window
 from parallelize.state.records import pipeline_cut, record_of
 from parallelize.state.sharding import rows_by_name
@@ -47,16 +48,6 @@ def stored_parameters(module: nn.Module) -> list[StoredTensor]:
     """Every parameter once, in the order of the model."""
     stored_slices = StoredSlices(module)
     return [stored_slices.of(names, parameter) for names, parameter in named_once(module)]
-
-
-def named_once(module: nn.Module) -> list[tuple[tuple[str, ...], Any]]:
-    """(all its names, parameter) of every parameter, in the order of the model."""
-    names: dict[int, list[str]] = {}
-    parameters: dict[int, Any] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        parameters[id(parameter)] = parameter
-    return [(tuple(fqns), parameters[key]) for key, fqns in names.items()]
 
 
 class StoredSlices:
@@ -149,10 +140,7 @@ def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
         groups += [fact.names for fact in resolved.facts.parameters.values()]
         groups += [tie.members for tie in resolved.ties]
     if cut is None:  # also what was tied since, or is in no plan
-        by_id: dict[int, list[str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            by_id.setdefault(id(parameter), []).append(name)
-        groups += map(tuple, by_id.values())
+        groups += [names for names, _ in named_once(module)]
     return tuple(names for names in _joined(groups) if len(names) > 1)
 
 

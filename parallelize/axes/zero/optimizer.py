@@ -19,6 +19,7 @@ from parallelize.axes.zero.shard_data import DataRecord, data_of
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_state_dicts as state_dicts
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.plan.model_facts import named_once
 from parallelize.state.full_values import reshard_units
 from parallelize.state.later_changes import plan_changes
 from parallelize.state.loop import local_optimizer as offloaded_state
@@ -26,7 +27,6 @@ from parallelize.state.loop.clip import serve_stock_clip
 from parallelize.state.loop.grad_scaler import agree_on_overflow
 from parallelize.state.loop.local_optimizer import ELEMENTWISE, local_optimizer
 from parallelize.state.records import mark_of, mark_parameter, mesh_of, pipeline_cut, record_of
-from parallelize.state.stored_slices import named_once
 
 NEEDS_FULL_PARAMETERS = {
     "Adafactor": "computes means over the rows and columns of full matrices",

@@ -15,6 +15,7 @@ from parallelize.axes.zero.optimizer_shards import OptimizerShard, split_spec
 from parallelize.axes.zero.reducer import ReducedParameter
 from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group
+from parallelize.plan.model_facts import named_once
 from parallelize.plan.parameter_shards import shards_of
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.state.records import pipeline_cut, record_of
@@ -31,19 +32,14 @@ def reduced_parameters(
         name: shard for shard in shards_of(resolved, cut.group.rank if cut is not None else 0) for name in shard.names
     }
     groups_of: dict[DataRanks, DataGroups] = {}  # a search among the process's groups, for each of the few kinds
-    names_of: dict[int, list[str]] = {}
-    params: dict[int, Any] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(param), []).append(name)
-        params[id(param)] = param
-    for key, names in names_of.items():
+    for names, param in named_once(module):
         shard = next((local[name] for name in names if name in local), None)
         ranks = ranks_of([planned[name] for name in names if name in planned])
         if shard is None:  # added after the plan was applied
-            reduced = ReducedParameter(names[0], params[key], resolved.stage_of(names[0]))
+            reduced = ReducedParameter(names[0], param, resolved.stage_of(names[0]))
         else:
             uses = len(names) if shard.name in planned else 1
-            reduced = ReducedParameter(names[0], params[key], shard.stage, shard.late, uses)
+            reduced = ReducedParameter(names[0], param, shard.stage, shard.late, uses)
         if ranks not in groups_of:
             groups_of[ranks] = ranks.gradient_groups
         yield replace(reduced, groups=groups_of[ranks]), ranks

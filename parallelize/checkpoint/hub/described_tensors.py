@@ -15,7 +15,7 @@ from parallelize.base.files.boxes import Box
 from parallelize.checkpoint.hub.names import ModelTensor
 from parallelize.checkpoint.hub.pretrained import all_names
 from parallelize.checkpoint.run.local_tensors import BoxToWrite, LocalTensor, ModelOnMesh
-from parallelize.state.stored_slices import named_once
+from parallelize.plan.model_facts import named_once
 
 Owned = Mapping[str, tuple[str, tuple[Box, ...]]]
 """Name in the model -> (dtype, boxes) of what one rank owns."""

@@ -28,7 +28,7 @@ from parallelize.checkpoint.hub.config_json import read_hub_config
 from parallelize.checkpoint.hub.file_shards import INDEX, SINGLE, read_index
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
 from parallelize.checkpoint.run.meta_model import move_to_arena, place
-from parallelize.state.stored_slices import named_once
+from parallelize.plan.model_facts import named_once
 
 T = torch.Tensor
 _FIX = "the files do not belong together: copy or download them again"

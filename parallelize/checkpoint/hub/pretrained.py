@@ -45,8 +45,8 @@ from parallelize.checkpoint.run.fill_tensors import allocate_local
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, model_on_mesh, targets
 from parallelize.checkpoint.run.meta_model import MetaModel
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
+from parallelize.plan.model_facts import named_once
 from parallelize.state.full_values import reshard_units
-from parallelize.state.stored_slices import named_once
 from parallelize.state.transaction import gc_paused
 
 T = torch.Tensor

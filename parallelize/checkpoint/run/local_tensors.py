@@ -25,9 +25,10 @@ from parallelize.base.layout import even_interval, replicated
 from parallelize.base.mesh import EXPERT_AXES, MeshSpec, folded_coordinates
 from parallelize.checkpoint.format.device_pieces import code_of
 from parallelize.comm.meshes import mesh_spec
+from parallelize.plan.model_facts import named_once
 from parallelize.state.full_values import master_weights
 from parallelize.state.records import mesh_of, pipeline_cut, record_of
-from parallelize.state.stored_slices import StoredSlices, StoredTensor, named_once
+from parallelize.state.stored_slices import StoredSlices, StoredTensor
 
 T = torch.Tensor
 SPLIT_BYTES = 4 << 20

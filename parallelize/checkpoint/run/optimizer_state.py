@@ -23,7 +23,8 @@ from parallelize.checkpoint.format.manifest import SavedTensor
 from parallelize.checkpoint.run.fill_tensors import Files, ReadJob, allocate_local, jobs_for, read_full
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
 from parallelize.checkpoint.run.run_state import describe_optimizer_class
-from parallelize.state.stored_slices import StoredSlices, named_once
+from parallelize.plan.model_facts import named_once
+from parallelize.state.stored_slices import StoredSlices
 
 T = torch.Tensor
 OWN_OPTIONS = ("capturable", "differentiable", "foreach", "fused")

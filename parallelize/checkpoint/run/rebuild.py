@@ -24,7 +24,7 @@ from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.node_files import choose_step, shared_manifest
 from parallelize.checkpoint.run.rank_sync import RankSync
 from parallelize.checkpoint.run.run_state import build_scheduler, check_buildable, optimizer_class
-from parallelize.state.stored_slices import named_once
+from parallelize.plan.model_facts import named_once
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from torch import nn
 from parallelize import Muon, build_mesh, export_weights, parallelize_model
 from parallelize.axes.zero.buckets import as_gradient
 from parallelize.base.torch_private.torch_tensors import plain_local
+from parallelize.plan.model_facts import named_once
 from parallelize.state.optimizers.matrices import matrix_names
-from parallelize.state.stored_slices import StoredSlices, named_once
+from parallelize.state.stored_slices import StoredSlices
 from tests.support.models import tiny_batch
 
 STEPS = 3

@@ -186,10 +186,7 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
     fsdp_units: list[Any] = [unit for unit in [*units, module] if isinstance(unit, FSDPModule)]
     for name in deferring:
         heads = [module.get_submodule(head) for head in deferred_heads(module) if _unit_of(head, names) == name]
-        deferring_unit = module.get_submodule(name)
-        # before the hook of `fully_shard`
-        deferring_unit.register_forward_pre_hook(partial(_gather_anew, heads), prepend=True)
-        deferring_unit.register_forward_hook(_refuse_gathered)
+        _leave_gathered(module.get_submodule(name), heads)
     cp_group = axis_group(mesh, "cp") if "cp" in spec.names and spec.size("cp") > 1 else None
     experts = {id(module.get_submodule(name)) for name in folded}
     for unit in fsdp_units:
@@ -246,6 +243,12 @@ def _expert_placements(module: nn.Module, name: str) -> Callable[[Any], Shard]:
         for key, parameter in parameters
     }
     return lambda parameter: Shard(dims[id(parameter)])
+
+
+def _leave_gathered(unit: nn.Module, heads: Sequence[nn.Module]) -> None:
+    """Let a unit with deferred heads stay gathered after its forward, for the loss."""
+    unit.register_forward_pre_hook(partial(_gather_anew, heads), prepend=True)  # before the hook of `fully_shard`
+    unit.register_forward_hook(_refuse_gathered)
 
 
 def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:

@@ -10,8 +10,8 @@ from tests.matrix.feature import load_features
 from tests.matrix.verdicts import Cell, all_cells
 
 SLICES = 8  # of the sweep, as in tests/conftest.py
-_IN_MAKE_TEST = 8  # one of so many features of a kind has a cell in `make test`
-_OF_A_SLICE = 3  # cells of a feature and kind
+_IN_MAKE_TEST = 16  # one of so many features of a kind has a cell in `make test`
+_OF_A_SLICE = 2  # cells of a feature and kind
 _ON_PROCESSES = 10  # one of so many cells of at most four ranks runs on processes too
 _PROCESSES_IN_MAKE_TEST = 16  # one of so many of these in `make test`
 

@@ -11,6 +11,7 @@ from tests.matrix.axes import AXES, Axis
 from tests.matrix.cells import WRONG, Verdict
 from tests.matrix.shrink import SmallCell, _smaller_axes, is_alike, shrink
 from tests.matrix.test_faults import OF_A_GATHER
+from tests.matrix.test_matrix import check
 
 
 def test_a_wrong_cell_of_four_ranks_is_one_of_two_with_one_layer():
@@ -53,3 +54,11 @@ def test_smaller_axes_are_parts_of_the_axis():
 def test_the_name_of_a_cell_tells_what_it_is():
     cell = SmallCell("clip", "llama", AXES["dp-zero1"], (("num_hidden_layers", 1),))
     assert str(cell) == "clip of llama on dp=2, zero=1, num_hidden_layers=1"
+
+
+def test_a_failing_test_prints_the_smallest_cell_that_fails_so_and_its_script():
+    with OF_A_GATHER.applied(), pytest.raises(pytest.fail.Exception) as failed:
+        check(("targets", "llama", "dp-tp-zero1"))
+    text = str(failed.value)
+    assert "made small, targets of llama on tp=2, sequence_parallel=True, num_hidden_layers=1: wrong" in text
+    assert "cell = SmallCell(feature='targets', kind='llama', axis=Axis(sizes={'tp': 2}" in text

@@ -293,7 +293,9 @@ class Pipeline:
         self._trained = trained
         if self.group.size > 1 and self.check.any_changed():
             self._forget_forms()
-        self._first_sequence = None
+        # at once on a CPU: whether a forward draws, and asks for it, may differ between ranks, and it is gathered
+        at_once = self.clock is not None and self.device.type == "cpu"
+        self._first_sequence = self.check.first_sequence() if at_once else None
         return microbatches, total
 
     def _take_changes(self) -> None:

@@ -21,7 +21,7 @@ from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.plan.styles.contract import InputShard, InputWidth
 
-Call = tuple[tuple, dict]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def local_inputs(
@@ -29,8 +29,8 @@ def local_inputs(
     shards: tuple[InputShard, ...],
     widths: tuple[InputWidth, ...],
     group: Group,
-    argument_of: Callable,
-) -> tuple[Callable[[tuple, dict], Call], ...]:
+    argument_of: Callable[..., Any],
+) -> tuple[Callable[[tuple[Any, ...], dict[str, Any]], Call], ...]:
     """For each argument, a function from a call's arguments to those with this rank's part of it, or with a local
     width.
 
@@ -47,7 +47,9 @@ def local_inputs(
     )
 
 
-def _with_own_part(argument: tuple[int, str], take: Callable[[Any], Any], args: tuple, kwargs: dict) -> Call:
+def _with_own_part(
+    argument: tuple[int, str], take: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call:
     position, name = argument
     if position < len(args):
         return (*args[:position], take(args[position]), *args[position + 1 :]), kwargs
@@ -144,7 +146,7 @@ def _full(value: Any) -> Any:
     return value.full if type(value) is LocalWidth else value
 
 
-def _with_full_inputs(_: nn.Module, args: tuple, kwargs: dict) -> Any:
+def _with_full_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(type(value) is LocalWidth for value in (*args, *kwargs.values())):
         return tuple(map(_full, args)), {name: _full(value) for name, value in kwargs.items()}
     return None

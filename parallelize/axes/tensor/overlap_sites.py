@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -189,7 +190,7 @@ class CallSite:
         default_factory=dict
     )
 
-    def __deepcopy__(self, memo: dict) -> CallSite:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallSite:
         return self  # copies of a model are counted together
 
     def algorithm(self, work: Callable[[], LinearWork], dtype: torch.dtype, device: torch.device) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 from parallelize.axes.tensor.planned_forward import installed
 
 
-def install_overlapped(module: nn.Module, forward: Callable, overlap: Any, index: int = 0) -> None:
+def install_overlapped(module: nn.Module, forward: Callable[..., Any], overlap: Any, index: int = 0) -> None:
     """Make an installed module run `forward`, one of the forwards below, before the forward that it has."""
     planned = installed(module)
     assert planned is not None
@@ -48,7 +48,7 @@ def overlapped_consumer(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _take_output(self, _single_input(args, kwargs))
 
 
-def _single_input(args: tuple, kwargs: dict) -> torch.Tensor:
+def _single_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """The only input of a linear, passed by position or by any name."""
     (value,) = (*args, *kwargs.values())
     return value

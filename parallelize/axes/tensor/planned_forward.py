@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.axes.tensor.local_inputs import advice_on_widths
+from parallelize.axes.tensor.local_inputs import Call, advice_on_widths
 from parallelize.axes.tensor.overlap_sites import CallSite
 from parallelize.axes.tensor.region import Region
 from parallelize.base.errors import ModelError, Problem
@@ -89,7 +89,7 @@ class ModuleRuntime:
         "weight",
     )
 
-    def __init__(self, slots: tuple[Slot, ...], stock: Callable | None = None):
+    def __init__(self, slots: tuple[Slot, ...], stock: Callable[..., Any] | None = None):
         self.slots = slots
         self.weight = next((slot for slot in slots if slot.key == "weight"), None)
         self.bias = next((slot for slot in slots if slot.key == "bias"), None)
@@ -102,18 +102,18 @@ class ModuleRuntime:
         self.bias_group: Group | None = None
         self.overlap: Any = None
         self.prefetched: Any = None
-        self.plain: Callable = _stock
+        self.plain: Callable[..., Any] = _stock
         self.index = 0
         self.shows_local = 0
-        self.standalone_forward: Callable | None = None
+        self.standalone_forward: Callable[..., Any] | None = None
         self.bias_scale: float | None = None
         self.reparametrized: dict[str, Conversion] = {}
         self.in_adapter = False
         self.convert_choices: Conversion | None = None
         self.region: Any = None
-        self.inputs: tuple[Callable[[tuple, dict], tuple[tuple, dict]], ...] = ()
+        self.inputs: tuple[Callable[[tuple[Any, ...], dict[str, Any]], Call], ...] = ()
 
-    def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def run_stock(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for with_own_part in self.inputs:
             args, kwargs = with_own_part(args, kwargs)
         if self.stock is None:
@@ -121,7 +121,7 @@ class ModuleRuntime:
         return self.stock(*args, **kwargs)
 
 
-def install(module: nn.Module, planned: ModuleRuntime, forward: Callable | None = None) -> None:
+def install(module: nn.Module, planned: ModuleRuntime, forward: Callable[..., Any] | None = None) -> None:
     """Make `module` run as planned, by the fastest forward that fits it."""
     if forward is None:
         plain = type(module) is nn.Linear and planned.stock is None
@@ -134,7 +134,7 @@ def install(module: nn.Module, planned: ModuleRuntime, forward: Callable | None 
     module.__dict__["forward"] = MethodType(forward, module)
 
 
-def run_inside(module: nn.Module, planned: ModuleRuntime, forward: Callable) -> None:
+def run_inside(module: nn.Module, planned: ModuleRuntime, forward: Callable[..., Any]) -> None:
     """Let a planned module run `forward`, between its conversions, in the place of its stock forward."""
     planned.stock = forward
     shortcuts = {_linear: _stock, _weight_only_forward: _stock, _rowwise_linear: _rowwise_stock}
@@ -154,7 +154,7 @@ def installed(module: nn.Module) -> ModuleRuntime | None:
     return as_instance(applied(module).planned, ModuleRuntime)
 
 
-def _fast_forward_for(planned: ModuleRuntime) -> Callable:
+def _fast_forward_for(planned: ModuleRuntime) -> Callable[..., Any]:
     """The fastest forward for a module whose output is not converted."""
     if not planned.slots and planned.enter is not None:
         return _forward_with_converted_input
@@ -193,8 +193,8 @@ def too_many_inputs(module: str, num_inputs: int, layouts: int) -> ModelError:
 
 
 def convert_argument(
-    conversion: Conversion, argument: tuple[int, str], args: tuple, kwargs: dict
-) -> tuple[tuple, dict]:
+    conversion: Conversion, argument: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call:
     """The call with one argument converted, whether it was passed by position or by name.
 
     Raises: ModelError `no-such-argument` where it was not passed.
@@ -291,7 +291,7 @@ def _stock(self: Any, *args: Any, **kwargs: Any) -> Any:
     return (planned.leave(out[0]), *out[1:]) if isinstance(out, tuple) else planned.leave(out)
 
 
-def reading_children(children: tuple[str, ...]) -> Callable:
+def reading_children(children: tuple[str, ...]) -> Callable[..., Any]:
     """A forward that reads parameters of these modules inside of it: local tensors in their place."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -319,7 +319,11 @@ def hide_local(attributes: dict[str, Any], planned: ModuleRuntime) -> None:
 
 
 def on_local_parameters(
-    self: Any, planned: ModuleRuntime, args: tuple, kwargs: dict, converted: Mapping[str, Conversion] = _NONE
+    self: Any,
+    planned: ModuleRuntime,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    converted: Mapping[str, Conversion] = _NONE,
 ) -> Any:
     """The module's own forward, which reads local tensors for its parameters, some of them `converted` by key.
 
@@ -347,8 +351,8 @@ def on_local_parameters(
 def _traced(
     self: Any,
     planned: ModuleRuntime,
-    args: tuple,
-    kwargs: dict,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     converted: Mapping[str, Conversion] = _NONE,
     replaced: Mapping[str, torch.Tensor | None] | None = None,
 ) -> Any:
@@ -400,7 +404,7 @@ def _rowwise_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def on_shard(
-    self: Any, planned: ModuleRuntime, bias: torch.Tensor | None, args: tuple, kwargs: dict[str, Any]
+    self: Any, planned: ModuleRuntime, bias: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """The stock forward of a linear on its shard, with another bias in the place of its own."""
     if torch.compiler.is_dynamo_compiling():

@@ -43,7 +43,7 @@ class Region:
         self._select: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._with_graph: weakref.WeakSet[_Pass] = weakref.WeakSet()
 
-    def __deepcopy__(self, memo: dict) -> Region:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         return memo.setdefault(id(self), Region(self.group, self.dim))
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ class EvenShards(Region):
         super().__init__(group)
         self.tp = tp
 
-    def __deepcopy__(self, memo: dict) -> EvenShards:
+    def __deepcopy__(self, memo: dict[int, Any]) -> EvenShards:
         return self
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:

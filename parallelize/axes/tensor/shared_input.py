@@ -62,7 +62,7 @@ def _versions(tensors: list[T]) -> list[tuple[T, int]]:
     return [(tensor, -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
-def _state(x: T | None) -> tuple:
+def _state(x: T | None) -> tuple[Any, ...]:
     """What must not change between computing an output ahead and the call of its linear, for both to be equal."""
     if x is None or torch.compiler.is_compiling():  # a graph has one state, and traces writes as new values
         return ()
@@ -261,7 +261,7 @@ class SharedConversion:
             replay_cache.at_exit(self._forget)  # a recomputed unit keeps its inputs alone
         return converted
 
-    def _state_of(self, x: T) -> tuple:
+    def _state_of(self, x: T) -> tuple[Any, ...]:
         # a write to a DTensor changes its own version, and one to its local tensor that of the local tensor
         written = x._version, plain_local(x)._version
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -270,10 +270,10 @@ class SharedConversion:
     def _forget(self, _: Any = None) -> None:
         self._last = None
 
-    def __deepcopy__(self, memo: dict) -> SharedConversion:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedConversion:
         return memo.setdefault(id(self), SharedConversion(copy.deepcopy(self.convert, memo)))
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return SharedConversion, (self.convert,)
 
 

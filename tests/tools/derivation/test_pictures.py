@@ -66,7 +66,7 @@ def test_the_command_writes_plan_and_page(tmp_path, capsys):
     printed = capsys.readouterr()
     assert f"{plan}: derived from {here}" in printed.out and "up      full on each rank  [26/tp, 14]" in printed.err
     assert plan.read_text() == derive_plan(build(), models.patches(), verified=False).text
-    assert page.read_text().startswith("<!doctype html>") and "Mixer" in page.read_text()
+    assert page.read_text().startswith("<!DOCTYPE html>") and "Mixer" in page.read_text()
 
 
 def test_the_command_as_json(capsys):

@@ -60,7 +60,7 @@ def replicated_multihead(self: Any, *args: Any, **kwargs: Any) -> Any:
             out.__dict__.pop(slot.key, None)
 
 
-def sharded_multihead(group: Group) -> Callable:
+def sharded_multihead(group: Group) -> Callable[..., Any]:
     """A forward on this rank's heads, with the arguments and results of the stock one."""
 
     def forward(
@@ -174,7 +174,7 @@ def _gathered(weights: T, group: Group, num_heads: int, average: bool) -> T:
 # Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
 
 
-def ulysses_attention(module: nn.Module, split: tuple[str, ...]) -> Callable:
+def ulysses_attention(module: nn.Module, split: tuple[str, ...]) -> Callable[..., Any]:
     """A forward that exchanges tokens for heads where the module calls `scaled_dot_product_attention`.
 
     Args:

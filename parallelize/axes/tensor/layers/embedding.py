@@ -27,7 +27,7 @@ def check_embedding(module: Any, fqn: str) -> None:
             )
 
 
-def vocabulary_embedding(module: Any, group: Group, leave: Callable | None = None) -> Callable:
+def vocabulary_embedding(module: Any, group: Group, leave: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """A forward for an embedding whose rows are divided among ranks.
 
     It runs the module's own forward on the ids of local rows. Other ids give zeros; the sum over ranks is the lookup.

@@ -57,7 +57,7 @@ def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return expected.shape == actual.shape and bool((expected - actual).abs().max() <= 1e-5 * expected.abs().max())
 
 
-def sharded_rms_norm(group: Group) -> Callable:
+def sharded_rms_norm(group: Group) -> Callable[..., Any]:
     """A forward for RMSNorm on a shard of the width. One value a token is all-reduced, in forward and in backward."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def check_gated_norm(module: Any, fqn: str) -> None:
 
 def sharded_gated_norm(
     module: Any, weight: ParameterRow, group: Group, subgroup: Callable[[tuple[int, ...]], Group]
-) -> Callable:
+) -> Callable[..., Any]:
     """A forward on this rank's features. subgroup: of these ranks of `group`, which have the features of one group
     together."""
     width = weight.layout.local_size(group.rank)
@@ -183,14 +183,16 @@ def _is_normalized(x: torch.Tensor, dim: int, normalized: int) -> bool:
     return dim % x.ndim >= x.ndim - normalized
 
 
-def _enter(x: torch.Tensor, *, usual: Callable | None, gather: Callable, dim: int, normalized: int) -> torch.Tensor:
+def _enter(
+    x: torch.Tensor, *, usual: Callable[..., Any] | None, gather: Callable[..., Any], dim: int, normalized: int
+) -> torch.Tensor:
     if _is_normalized(x, dim, normalized):
         return gather(x)
     return x if usual is None else usual(x)
 
 
 def _leave(
-    y: torch.Tensor, *, usual: Callable | None, mesh: DeviceMesh | None, ranks: int, dim: int, normalized: int
+    y: torch.Tensor, *, usual: Callable[..., Any] | None, mesh: DeviceMesh | None, ranks: int, dim: int, normalized: int
 ) -> torch.Tensor:
     if not _is_normalized(y, dim, normalized):
         return y if usual is None else usual(y)
@@ -207,7 +209,7 @@ class _DivideGradient(Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return grad / ctx.ranks, None
 
 
@@ -228,7 +230,7 @@ def check_channel_norm(module: Any, fqn: str) -> None:
         raise ModelError(Problem("not-channel-norm", what, fix="`replicate` for it and the convolutions beside it"))
 
 
-def sharded_channel_norm(module: Any, layout: Layout, group: Group) -> Callable:
+def sharded_channel_norm(module: Any, layout: Layout, group: Group) -> Callable[..., Any]:
     """A forward for a norm of channels. layout: of its weight."""
     if isinstance(module, torch.nn.GroupNorm):
         return _group_norm(module.num_groups, module.num_channels)
@@ -256,7 +258,7 @@ def divided_statistics(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Pr
             yield Problem("divided-statistics", what, row.rule.where, fix=fix)
 
 
-def _group_norm(num_groups: int, num_channels: int) -> Callable:
+def _group_norm(num_groups: int, num_channels: int) -> Callable[..., Any]:
     def forward(self: Any, x: T) -> T:
         weight, bias = _parameters(self)
         return F.group_norm(x, x.shape[1] * num_groups // num_channels, weight, bias, self.eps)
@@ -264,7 +266,7 @@ def _group_norm(num_groups: int, num_channels: int) -> Callable:
     return forward
 
 
-def _batch_norm(start: int, stop: int, group: Group) -> Callable:
+def _batch_norm(start: int, stop: int, group: Group) -> Callable[..., Any]:
     """[start, stop): this rank's channels."""
 
     def forward(self: Any, x: T) -> T:

@@ -15,7 +15,7 @@ from typing import Any
 from parallelize.axes.tensor.planned_forward import reading_children
 
 
-def scan_forward(children: tuple[str, ...]) -> Callable:
+def scan_forward(children: tuple[str, ...]) -> Callable[..., Any]:
     """A forward of a mixer that reads parameters of these children."""
     stock = reading_children(children)
 

@@ -36,6 +36,7 @@ from parallelize.comm.turns import takes_turns
 from parallelize.plan.parameter_shards import expert_zero_dim
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.state.full_values import restore_layouts
+from parallelize.state.later_changes import is_of_packages
 from parallelize.state.records import applied, mark_parameter, pipeline_cut, record_of, require_record
 from parallelize.state.sharding import shared_of_parameters
 
@@ -289,7 +290,9 @@ def _refuse_gradient_hooks(module: nn.Module, args: Any) -> None:
         return
     engine: Any = data.engine
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks and engine.shards(name, parameter):
+        hooks = (parameter._backward_hooks or {}).values()
+        # those of this package are on parameters that are gathered, where they run
+        if not all(map(is_of_packages, hooks)) and engine.shards(name, parameter):
             what = f"{name} has a gradient hook (register_hook), which `fully_shard` does not run"
             fix = "parameter.register_post_accumulate_grad_hook, which gets the reduced gradient; or zero=2"
             raise ModelError(Problem("hook-not-run", what, fix=fix))

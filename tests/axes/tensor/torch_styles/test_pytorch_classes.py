@@ -22,6 +22,7 @@ from parallelize import (
     parallelize_module,
 )
 from parallelize.state.records import resolution_of
+from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
 
@@ -230,3 +231,21 @@ def test_inputs_that_are_left_out_or_passed_by_keyword():
         assert torch.equal(model(*shards[:2], scale=shards[2]), x * scale * mask)
 
     run_ranks(2, body)
+
+
+def test_a_head_that_an_evaluation_has_left_gathered_trains_on():
+    """Under ZeRO 3; the hook that places its gradients is not one of the user's, which would be refused."""
+    initial = tiny_model("llama", torch.float64)
+    ids, targets = tiny_batch(batch=4, length=8)
+    plan = {"lm_head": stock.ColwiseParallel(output_layouts=Replicate())}
+    plan |= {"model.embed_tokens": Column(output_layouts=Replicate())}
+
+    def body(rank: int) -> tuple[float, float]:
+        mesh = build_mesh("cpu", dp=2, tp=2)
+        parallel = parallelize_model(copy.deepcopy(initial), mesh, plan, zero=3, fuse_loss=True)
+        rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
+        call = {"input_ids": ids[rows], "targets": targets[rows]}
+        return float(parallel.evaluate(**call)), float(parallel.step(**call))
+
+    for evaluated, stepped in run_ranks(4, body):
+        assert stepped == pytest.approx(evaluated, rel=1e-12)

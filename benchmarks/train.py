@@ -39,8 +39,8 @@ from parallelize import (
 )
 from parallelize.axes.pipeline.schedule_chart import draw
 from parallelize.axes.tensor.experts.routing_load import EXPERT, RANK, ExpertLoad
+from parallelize.comm.mesh_view import MeshView
 from parallelize.ops.matmul.calibrate import peak_flops
-from parallelize.state.stored_slices import data_rank
 
 DATA = ("dp_replicate", "dp")
 
@@ -104,7 +104,7 @@ def batch_of(
     """(ids, next ids) [local batch, context] of this data rank: its sequences of the step's global batch."""
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     starts = torch.randint(0, len(text) - args.context - 1, (args.batch,), generator=generator)
-    rank, ranks = data_rank(mesh, DATA)
+    rank, ranks = MeshView(mesh).place(*DATA)
     local_batch = args.batch // ranks
     local_starts = starts[rank * local_batch : (rank + 1) * local_batch].tolist()
     block = torch.stack([text[start : start + args.context + 1] for start in local_starts]).long().to(args.device)
@@ -113,7 +113,7 @@ def batch_of(
 
 def check_batches(ids: torch.Tensor, mesh: DeviceMesh) -> None:
     """Check that ranks have the same batch exactly if they have the same data rank; exit otherwise."""
-    rank, _ = data_rank(mesh, DATA)
+    rank, _ = MeshView(mesh).place(*DATA)
     weights = torch.arange(1, ids.numel() + 1, device=ids.device) * 2654435761 % 1_000_003
     local_digest = torch.tensor([rank, int((ids.flatten() * weights).sum())], device=ids.device)
     digests_of_all = [torch.empty_like(local_digest) for _ in range(dist.get_world_size())]

@@ -8,7 +8,6 @@ from parallelize.adapters.prompts import refuse_later_prompts, serve_stage_promp
 from parallelize.adapters.quantized_stacks import show_stacks_to_peft
 from parallelize.adapters.stage_adapters import StageAdapters
 from parallelize.base.mesh import DATA_AXES
-from parallelize.comm.meshes import mesh_spec
 from parallelize.state.guards.guard_table import (
     CUT,
     PLANNED,
@@ -24,7 +23,7 @@ from parallelize.state.records import mark_applied
 
 
 def _sums(model: Guarded) -> bool:
-    return model.mesh is not None and mesh_spec(model.mesh).ranks(*DATA_AXES) > 1
+    return model.has_several(*DATA_AXES)
 
 
 def _take_on_stages(model: Guarded) -> None:

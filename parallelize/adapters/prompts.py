@@ -20,10 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import Chunk, Interval, packed
-from parallelize.base.mesh import DATA_AXES
 from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.comm.meshes import mesh_spec
 from parallelize.ops import collectives as ops
 from parallelize.plan.adapters import (
     PREFIX_ENCODER,
@@ -283,7 +281,7 @@ def _check(peft_model: Any) -> None:
         return
     encoder = peft_model.prompt_encoder[peft_model.active_adapter]
     trains = any(parameter.requires_grad for parameter in encoder.parameters())
-    if trains and mesh_spec(data.mesh).ranks(*DATA_AXES) > 1:
+    if trains and data.mesh.spec.data_axes:
         what = "prompts were added after data axes were applied, whose gradients nothing sums over data ranks"
         fix = "get_peft_model(model, config) first, then parallelize_model or shard_data"
         raise ModelError(Problem("added-parameter", what, fix=fix))

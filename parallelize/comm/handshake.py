@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.agreement import (
     Facts,
@@ -32,7 +31,7 @@ from parallelize.base.errors import HandshakeError, ParallelizeError, Problem, s
 from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.base.torch_private.torch_tensors import uncounted
 from parallelize.comm.groups import Group
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.comm.uncaught_errors import LATE, publish_uncaught_errors, wait_for_key
 
 TIMEOUT_S = 60.0
@@ -40,7 +39,7 @@ _DIGEST_BLOCK = 1 << 17
 """Words of eight bytes that a digest multiplies at once."""
 
 
-def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S, call: str = "parallelize_module") -> None:
+def handshake(mesh: MeshView, facts: Facts, timeout_s: float = TIMEOUT_S, call: str = "parallelize_module") -> None:
     """Compare `facts` over all ranks of the mesh. call: what all of them have called.
 
     The mesh's first rank reads the facts of every rank and posts a verdict; every other rank reads only the verdict.
@@ -48,7 +47,7 @@ def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S, call
     Raises: HandshakeError on every rank: `ranks-disagree` with keys and ranks, `rank-failed` as soon as a rank has
         ended with an error, or `ranks-missing` after `timeout_s`.
     """
-    compare_facts(mesh.mesh.flatten().tolist(), facts, timeout_s, call)
+    compare_facts(mesh.ranks, facts, timeout_s, call)
 
 
 def compare_facts(
@@ -76,14 +75,14 @@ def compare_facts(
 
 
 @contextmanager
-def agree_on(mesh: DeviceMesh, timeout_s: float = TIMEOUT_S, call: str = "parallelize_module") -> Iterator[Facts]:
+def agree_on(mesh: MeshView, timeout_s: float = TIMEOUT_S, call: str = "parallelize_module") -> Iterator[Facts]:
     """Collect facts that must be the same on every rank inside the block; they are compared when the block ends.
 
     An error of this package that is raised inside the block becomes a fact, so that every rank fails if one does.
 
     Raises: what the block raises; HandshakeError.
     """
-    facts: Facts = {"torch": torch.__version__, "mesh": str(mesh_spec(mesh))}
+    facts: Facts = {"torch": torch.__version__, "mesh": str(mesh.spec)}
     failure = None
     try:
         yield facts

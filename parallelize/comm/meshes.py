@@ -1,4 +1,4 @@
-"""Device meshes: built from named sizes, described by a `MeshSpec`, and changed for experts and for `tp`."""
+"""Device meshes: built from named sizes, and described by a `MeshSpec`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallelize.base.errors import MeshError, Problem
-from parallelize.base.mesh import AXES, MeshSpec, folded, folding_order
+from parallelize.base.mesh import AXES, MeshSpec
 from parallelize.comm.uncaught_errors import publish_uncaught_errors
 
 
@@ -91,27 +91,6 @@ def tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
             fix='name one: build_mesh("cuda", dp=2, tp=4), or pass a 1-D mesh',
         )
     )
-
-
-def fold_mesh(mesh: DeviceMesh, expert_ranks: int) -> DeviceMesh:
-    """The mesh of the same ranks as experts see them, with the axes edp and ep instead of dp, cp and tp: see
-    `mesh.folded`.
-
-    Call it on every rank of the mesh. Cost: the creation of process groups.
-    """
-    spec = mesh_spec(mesh)
-    order = [spec.names.index(name) for name in folding_order(spec)]
-    expert_spec = folded(spec, expert_ranks)
-    ranks = mesh.mesh.permute(order).reshape(expert_spec.sizes)
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=expert_spec.names)
-
-
-def with_tp(mesh: DeviceMesh) -> DeviceMesh:
-    """The same mesh with an axis tp of one rank, where it has none. Call it on every rank of the mesh."""
-    spec = mesh_spec(mesh)
-    if "tp" in spec.names:
-        return mesh
-    return DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-1), mesh_dim_names=(*spec.names, "tp"))
 
 
 # -- started processes -----------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from parallelize.base.errors import (
 from parallelize.base.terminal.console import ENVIRONMENT, FINE, MISTAKE, status_of
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import destroy_groups
+from parallelize.comm.mesh_view import MeshView
 from parallelize.comm.meshes import build_mesh
 from parallelize.comm.uncaught_errors import write_error_file
 from parallelize.launch.config.run_config import RunConfig
@@ -140,7 +141,7 @@ def _run(this: _Rank, other_mesh: bool, dry_run: bool) -> int:
     chosen = _choose(this, facts, other_mesh)
     _init_groups(this)
     mesh = build_mesh(this.device.partition(":")[0], **dict(chosen.mesh.axes))
-    this.pp_rank = mesh.get_local_rank("pp") if "pp" in (mesh.mesh_dim_names or ()) else 0
+    this.pp_rank = MeshView(mesh).index("pp")
     hosts = {rank: fact["host"] for rank, fact in facts.items()}
     for link in timed_links(
         mesh, machine_of(config, this.device), dist.PrefixStore("links", this.store), hosts, LIMIT_S

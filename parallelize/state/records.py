@@ -21,6 +21,7 @@ from parallelize.base.mesh import MeshSpec
 from parallelize.base.patches import active as patches
 from parallelize.comm.groups import Group, in_groups
 from parallelize.comm.handshake import InputCheck
+from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.model_facts import ModelFacts, describe
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
@@ -41,12 +42,12 @@ KEY = "_applied"
 `self._applied.planned`."""
 
 
-def axis_of_layout(row: ParameterRow, tp: DeviceMesh, folded: DeviceMesh | None) -> DeviceMesh:
+def axis_of_layout(row: ParameterRow, tp: DeviceMesh, folded: MeshView | None) -> DeviceMesh:
     """The mesh of one axis that a parameter's layout is over."""
     if row.axis == "tp":
         return tp
     assert folded is not None
-    return folded["ep"]
+    return folded.device_mesh["ep"]
 
 
 @dataclass(frozen=True)
@@ -56,24 +57,24 @@ class PlanRecord:
     Attributes:
         resolved: the plan of this rank's part of the model; `resolution_of` has that of the full model.
         mesh, tp: the mesh of the job, and its axis `tp`. group: the process group of `tp`.
-        folded: the mesh as experts see it, where they are divided over data axes too: see `comm.meshes.fold_mesh`.
+        folded: the mesh as experts see it, where they are divided over data axes too: see `MeshView.folded`.
         overlap: the call sites where collectives overlap with matmuls. region: that of sequence parallelism.
         inputs: compares the inputs of forwards over `tp`.
     """
 
     resolved: ResolvedPlan
-    mesh: DeviceMesh
+    mesh: MeshView
     tp: DeviceMesh
     group: Group
     pending_reductions: PendingReductions
     overlap: OverlapOfModel
     region: SequenceRegion | None = None
     inputs: InputCheck | None = None
-    folded: DeviceMesh | None = None
+    folded: MeshView | None = None
 
     def group_for(self, row: ParameterRow) -> Group:
         """The process group of the axis that a parameter's layout is over."""
-        return Group(self.folded.get_group("ep")) if row.axis == "ep" and self.folded is not None else self.group
+        return self.folded.group("ep") if row.axis == "ep" and self.folded is not None else self.group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanRecord:
         """A copy of a model has a region of its own, which its forwards enter."""
@@ -91,7 +92,7 @@ class Cut:
     resolved: ResolvedPlan
     local_stages: tuple[int, ...]
     group: Group
-    mesh: DeviceMesh
+    mesh: MeshView
 
     @property
     def stages(self) -> Stages:
@@ -274,11 +275,11 @@ def part_of(module: nn.Module, model: ModelFacts) -> ModelFacts:
     return model if cut is None else model.restricted(cut.present, model.objects)
 
 
-def mesh_of(module: nn.Module) -> DeviceMesh | None:
+def mesh_of(module: nn.Module) -> MeshView | None:
     """The largest of the meshes that this model was parallelized over, or None."""
     root = applied(module)
     meshes = [record.mesh for record in (root.data, root.cut, root.plan, root.gradient_guard) if record is not None]
-    return max(meshes, key=lambda mesh: mesh.size(), default=None)
+    return max(meshes, key=lambda mesh: mesh.size, default=None)
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------

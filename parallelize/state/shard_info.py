@@ -8,13 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize.base.layout import Layout, SlicePair, chunked, replicated
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.model_facts import ParameterFacts, named_once
 from parallelize.state.layout_tensor.layout_dtensor import layout_of
 from parallelize.state.layout_tensor.layout_shard import layout_axis
@@ -116,7 +115,7 @@ class _Ranks:
         if row is not None and not row.plain and self.record is not None:
             layout, ranks = row.layout, self.record.group_for(row).ranks
         elif data is not None and data.zero == 3:
-            ranks = Group(data.mesh.get_group(mesh_spec(data.mesh).shard_axis)).ranks
+            ranks = data.mesh.group(data.mesh.spec.shard_axis).ranks
             layout = chunked(fact.shape, 0, len(ranks))
         else:
             layout, ranks = self._full(fact.shape)
@@ -141,11 +140,10 @@ def _info_by_placements(parameter: Any) -> _Where:
     return layout, group.ranks
 
 
-def _rank_on_stage(mesh: DeviceMesh, rank: int, pp_rank: int) -> int:
+def _rank_on_stage(mesh: MeshView, rank: int, pp_rank: int) -> int:
     """The global rank with the coordinates of another one, on a stage."""
-    position = (mesh.mesh == rank).nonzero()[0].tolist()
-    position[mesh_spec(mesh).names.index("pp")] = pp_rank
-    return int(mesh.mesh[tuple(position)])
+    coordinates = mesh.spec.coordinates(mesh.ranks.index(rank)) | {"pp": pp_rank}
+    return mesh.ranks[mesh.spec.rank(**coordinates)]
 
 
 def _rank() -> int:

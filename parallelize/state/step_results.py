@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.comm.groups import Group
+from parallelize.comm.mesh_view import MeshView
 from parallelize.state.pending_reductions import PendingReductions
 
 C = TypeVar("C")
@@ -111,7 +111,7 @@ class SteppedShard(Protocol):
 class DataAxes(Protocol):
     """The data axes, by ZeRO stage: a `zero.shard_data.DataRecord`."""
 
-    mesh: DeviceMesh
+    mesh: MeshView
     zero: int
 
     @property
@@ -131,7 +131,7 @@ class ShardedSequences(Protocol):
     """Sequences over `cp`: a `context.forward_state.Context`."""
 
     group: Group
-    mesh: DeviceMesh
+    mesh: MeshView
 
     def local_positions(self) -> tuple[int, tuple[tuple[int, int], ...]] | None:
         """(tokens of the full sequence, runs of this rank's positions) of the forward that runs, or is recomputed; None

@@ -107,16 +107,6 @@ def _sharding_axes(parameter: DTensor) -> set[str]:
     return {axis for axis, placement in placements if private.shard_dim(placement) is not None}
 
 
-def data_rank(mesh: Any, axes: tuple[str, ...]) -> tuple[int, int]:
-    """(rank, size) of this process over the product of those of these axes that the mesh has."""
-    rank, size = 0, 1
-    for axis in axes:
-        if axis in (mesh.mesh_dim_names or ()):
-            axis_size = mesh.size(mesh.mesh_dim_names.index(axis))
-            rank, size = rank * axis_size + mesh.get_local_rank(axis), size * axis_size
-    return rank, size
-
-
 # -- tied names ------------------------------------------------------------------------------------------------------
 # Which parameters of a model are one.
 

@@ -32,7 +32,8 @@ from parallelize.base.mesh import DATA_AXES, MeshSpec
 from parallelize.base.patches.active import refuse_other_copy
 from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.handshake import agree_on
-from parallelize.comm.meshes import mesh_spec, require_names, with_tp
+from parallelize.comm.mesh_view import MeshView
+from parallelize.comm.meshes import require_names
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
 from parallelize.plan.models.wrapped_models import require_module
@@ -110,8 +111,9 @@ def parallelize_model(
         `check_replicated` a read of the parameters, the broadcast of `parallelize_module`, and of tied copies. Of a
         step: see `explain`.
     """
-    spec, requested = mesh_spec(mesh), options_of(options, keywords)
-    with agree_on(mesh) as agreed:
+    view, requested = MeshView.of(mesh), options_of(options, keywords)
+    spec = view.spec
+    with agree_on(view) as agreed:
         refuse_other_copy()
         require_module(module)
         require_names(mesh)
@@ -121,33 +123,33 @@ def parallelize_model(
             spec = MeshSpec([*spec.axes, ("tp", 1)])
         _check(module, spec, complete, initialize)
         set_up(GIVEN, Guarded(module))
-        set_up(RESOLVED, Guarded(module, mesh))
+        set_up(RESOLVED, Guarded(module, view))
         resolved = resolve(chosen, describe(module), spec, complete, costs=costs, assignment=assignment)
         agreed |= resolved.structure()
         check_by_trace(module, resolved, trace)  # before stages are cut
         if drops(module) and (unplaceable := unknown_layouts(resolved)):
             raise ModelError(*unplaceable)
 
-    mesh = with_tp(mesh) if "tp" in spec.names else mesh
+    view = view.with_tp() if "tp" in spec.names else view
     if check_replicated:
-        _compare_data_ranks(module, mesh, resolved)
+        _compare_data_ranks(module, view, resolved)
     if spec.ranks("pp") > 1:
-        cut_to_stages(module, mesh, resolved)
+        cut_to_stages(module, view, resolved)
     storage = Storage(
         check_replicated=None if check_replicated else False, compare_every=resolved.options.compare_every
     )
-    _apply_tensor_axes(module, mesh, resolved, storage)
+    _apply_tensor_axes(module, view, resolved, storage)
     if complete.recompute != "off":
         apply_recompute(module, lambda: resolved)
-    _apply_data_axes(module, mesh, resolved, _Values(device, initialize, check_replicated))
+    _apply_data_axes(module, view, resolved, _Values(device, initialize, check_replicated))
     _tie(module)
     mark_stages(module)
-    clock = (install_dropout if drops(module) else install_draws)(module, mesh=mesh, seed=dropout_seed)
+    clock = (install_dropout if drops(module) else install_draws)(module, mesh=view, seed=dropout_seed)
 
-    set_up(FINISHED, Guarded(module, mesh))
+    set_up(FINISHED, Guarded(module, view))
     pipeline = Pipeline(
         module,
-        mesh,
+        view,
         schedule=complete.schedule,
         stages_per_rank=complete.stages_per_rank if spec.ranks("pp") > 1 else None,
         num_microbatches=complete.microbatches(spec),
@@ -161,7 +163,7 @@ def parallelize_model(
         overlap_microbatches=complete.microbatch_overlap(spec),
     )
     name_in_watch(module)
-    return ParallelModel(module, mesh, pipeline)
+    return ParallelModel(module, view.device_mesh, pipeline)
 
 
 def _plan(module: nn.Module, spec: MeshSpec, plan: Any) -> Plan | None:
@@ -173,15 +175,14 @@ def _plan(module: nn.Module, spec: MeshSpec, plan: Any) -> Plan | None:
     return plan_or_none(module, explicit_plan) or plan_or_none(module, None)
 
 
-def _compare_data_ranks(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -> None:
+def _compare_data_ranks(module: nn.Module, mesh: MeshView, resolved: ResolvedPlan) -> None:
     """Compare this rank's stages over the data axes: of the first rank of `tp` alone, whose values the others get."""
-    spec = mesh_spec(mesh)
-    tp_rank, pp_rank = (mesh.get_local_rank(axis) if spec.ranks(axis) > 1 else 0 for axis in ("tp", "pp"))
+    tp_rank, pp_rank = mesh.index("tp"), mesh.index("pp")
     names = [shard.name for shard in shards_of(resolved, pp_rank, tp_rank)]
     compare_data_ranks(module, mesh, names, compares=tp_rank == 0)
 
 
-def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, storage: Storage) -> None:
+def _apply_tensor_axes(module: nn.Module, mesh: MeshView, resolved: ResolvedPlan, storage: Storage) -> None:
     """The axes `tp` and `cp`."""
     if "tp" in resolved.mesh.names:
         apply_plan(module, mesh, lambda: resolved, storage)
@@ -199,7 +200,7 @@ class _Values(NamedTuple):
     check_replicated: bool
 
 
-def _apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, values: _Values) -> None:
+def _apply_data_axes(module: nn.Module, mesh: MeshView, resolved: ResolvedPlan, values: _Values) -> None:
     """The data axes, and values for a model on meta: of ZeRO 3 it is sharded before anything is allocated."""
     options = resolved.options
     data_options = DataOptions.of(options)
@@ -238,11 +239,11 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
         raise ModelError(*refused)
 
 
-def _fill(module: nn.Module, mesh: DeviceMesh, device: Any, initialize: Any) -> None:
+def _fill(module: nn.Module, mesh: MeshView, device: Any, initialize: Any) -> None:
     """Memory and values for a model that was on meta."""
     where = device if device is not None else mesh.device_type
     if isinstance(initialize, (str, os.PathLike)):
-        load_weights(module, initialize, mesh=mesh, device=where)
+        load_weights(module, initialize, mesh=mesh.device_mesh, device=where)
     elif callable(initialize):
         module.to_empty(device=where)
         initialize(module)

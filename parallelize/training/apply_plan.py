@@ -37,7 +37,7 @@ from parallelize.base.providers import provider
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.comm.handshake import TIMEOUT_S, InputCheck, agree_on
-from parallelize.comm.meshes import fold_mesh, mesh_spec, tp_mesh
+from parallelize.comm.mesh_view import MeshView
 from parallelize.ops.matmul import symmetric_memory
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.models.wrapped_models import require_module
@@ -143,12 +143,13 @@ def parallelize_module(
         what = "no device_mesh was given" if mesh is None else f"device_mesh is a {type(mesh).__name__}"
         fix = 'parallelize_module(model, build_mesh("cuda", tp=8), plan), after init_process_group'
         raise MeshError(Problem("no-mesh", what, fix=fix))
+    view = MeshView(mesh)
     switches: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
     switches |= {"fuse_loss": fuse_loss, "overlap": overlap, "ulysses": ulysses, "ep": ep, "etp": etp}
 
     def decide() -> ResolvedPlan:
-        spec = mesh_spec(mesh)
-        axes = MeshSpec([*spec.only("cp").axes, ("tp", tp_mesh(mesh).size())])
+        spec = view.spec
+        axes = MeshSpec([*spec.only("cp").axes, ("tp", view.tp.size())])
         plan = plan_of_styles(module, parallelize_plan, strict=False, tp=axes.ranks("tp"))
         resolved = resolve(plan, facts_of(module), axes, Options(**switches), earlier=resolution_of(module))
         if wrong := list(wrong_folding(resolved.options, spec if "tp" in spec.names else axes)):
@@ -156,20 +157,20 @@ def parallelize_module(
         return resolved
 
     storage = Storage(src_data_rank, weights_dtype, device, check_replicated)
-    apply_plan(module, mesh, decide, storage, handshake_timeout_s, trace=trace)
+    apply_plan(module, view, decide, storage, handshake_timeout_s, trace=trace)
     if not own_reduction:
-        set_up(LEFT_UNREDUCED, Guarded(module, mesh))
+        set_up(LEFT_UNREDUCED, Guarded(module, view))
     record = record_of(module)
-    if (record is not None and record.group.size > 1) or on_context(mesh_spec(mesh)):
+    if (record is not None and record.group.size > 1) or on_context(view.spec):
         require_installed_dropout(module)
-        install_draws(module, mesh)
+        install_draws(module, view)
     name_in_watch(module)
     return module
 
 
 def apply_plan(
     module: nn.Module,
-    mesh: DeviceMesh,
+    mesh: MeshView,
     decide: Callable[[], ResolvedPlan],
     storage: Storage | None = None,
     timeout_s: float = TIMEOUT_S,
@@ -179,7 +180,7 @@ def apply_plan(
     """`parallelize_module` by a resolved plan. decide: returns it; what it raises is raised on every rank."""
     storage = storage or Storage()
     agreed = _agree_on_plan(module, mesh, decide, storage, timeout_s, trace)
-    tp = Group(tp_mesh(mesh).get_group())
+    tp = Group(mesh.tp.get_group())
     if tp.size > 1 and asks_for_symmetric_memory(agreed.resolved):
         with agree_on(mesh, timeout_s):  # all ranks come here, and those of a stage with call sites map memory
             if agreed.overlapped:
@@ -216,14 +217,14 @@ class _Agreed:
 
 def _agree_on_plan(
     module: nn.Module,
-    mesh: DeviceMesh,
+    mesh: MeshView,
     decide: Callable[[], ResolvedPlan],
     storage: Storage,
     timeout_s: float,
     trace: bool | None,
 ) -> _Agreed:
     """Resolve and check the plan, and compare what it depends on over ranks; or raise the same error on every rank."""
-    tp = tp_mesh(mesh)
+    tp = mesh.tp
     with agree_on(mesh, timeout_s) as facts, gc_paused():
         facts |= storage.facts()
         refuse_other_copy()
@@ -235,7 +236,7 @@ def _agree_on_plan(
             _refuse_twice(module)
         _refuse_overlap_of_dtensors(resolved)
         _refuse_styles_of_codes(resolved)
-        if on_context(mesh_spec(mesh)):
+        if on_context(mesh.spec):
             check_context(resolved)
             _refuse_ulysses_twice(resolved)
         local_model = part_of(module, resolved.facts)
@@ -330,19 +331,19 @@ def _check_modules(resolved: ResolvedPlan, model: ModelFacts, problems_so_far: l
         raise ModelError(*problems[:20])
 
 
-def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storage) -> None:
-    tp, plan = tp_mesh(mesh), agreed.plan
+def _apply(module: nn.Module, mesh: MeshView, agreed: _Agreed, storage: Storage) -> None:
+    tp, plan = mesh.tp, agreed.plan
     group = Group(tp.get_group())
     # of all pipeline stages, also of one without experts: every rank creates the groups
     folds = any(row.axis == "ep" for row in agreed.resolved.parameters.values())
-    folded = fold_mesh(mesh, plan.options.expert_ranks) if folds else None
+    folded = mesh.folded(plan.options.expert_ranks) if folds else None
     sharder = Sharder(storage.src_data_rank, storage.weights_dtype, storage.device)
     sharder.shard(module, plan, partial(axis_of_layout, tp=tp, folded=folded))
     pending_reductions = PendingReductions()
     # styles that PyTorch applies may take shards of ids
     every = 0 if plan.plan.unlowered_styles else storage.compare_inputs_every
     inputs = InputCheck(group, every) if every else None
-    experts = Group(folded.get_group("ep")) if folded is not None else None
+    experts = folded.group("ep") if folded is not None else None
     installer = Installer(tp, group, agreed.model, plan, pending_reductions, agreed.overlapped, inputs, experts)
     installer.run()
     record = PlanRecord(
@@ -378,13 +379,13 @@ def _serve(module: nn.Module) -> None:
     share_router_loss(module)
 
 
-def _apply_unlowered(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storage) -> None:
+def _apply_unlowered(module: nn.Module, mesh: MeshView, agreed: _Agreed, storage: Storage) -> None:
     """Styles of a dict as PyTorch applies them. What an earlier plan of the model says stays."""
     resolved, cut, has_rules = agreed.resolved, pipeline_cut(module), _has_rules(agreed.resolved)
     is_second = record_of(module) is not None and not has_rules
     earlier = resolution_of(module) if is_second else None
     styles = [(item.fqn, item.style) for item in resolved.plan.unlowered_styles if cut is None or cut.present(item.fqn)]
-    tp = tp_mesh(mesh)
+    tp = mesh.tp
     by_rule = partial(_apply_alone, tp=tp, storage=storage, is_second=is_second)
     apply_styles(module, styles, tp, storage.src_data_rank, by_rule)
     if earlier is not None:
@@ -401,7 +402,7 @@ def _apply_alone(module: nn.Module, style: Any, *, tp: DeviceMesh, storage: Stor
     if plan is None or plan.unlowered_styles:
         return False
     spec, unchecked = MeshSpec([("tp", tp.size())]), replace(storage, check_replicated=False)
-    apply_plan(module, tp, lambda: resolve(plan, facts_of(module), spec, Options()), unchecked)
+    apply_plan(module, MeshView(tp), lambda: resolve(plan, facts_of(module), spec, Options()), unchecked)
     return True
 
 

@@ -12,16 +12,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.errors import short_list
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.state.records import mesh_of
 from parallelize.watchdog.call_places import CallPlace, ModuleNames
 
@@ -210,7 +208,7 @@ class CallLog:
 
     names: ModuleNames = field(default_factory=ModuleNames)
     groups: dict[str, GroupCalls] = field(default_factory=dict)
-    mesh: DeviceMesh | None = None
+    mesh: MeshView | None = None
     compare: Compare | None = None
     thread: int = field(default_factory=threading.get_ident)
     last_made: tuple[GroupCalls, Record] | None = None
@@ -246,21 +244,7 @@ class CallLog:
     def axis_of(self, group: GroupCalls) -> str:
         """The axes of the mesh that a group is over, with its ranks; of a group that is over no axes, its ranks."""
         meshes = [self.mesh, *(mesh_of(root) for root in self.names.roots)]
-        names = (axes_of(mesh, group.ranks) for mesh in meshes if mesh is not None)
+        names = ("+".join(mesh.axes_along(group.ranks)) for mesh in meshes if mesh is not None)
         ranks = f"ranks {short_list(list(map(str, group.ranks)), 8)}"
         name = next(filter(None, names), "")
         return f"{name} ({ranks})" if name else ranks
-
-
-def axes_of(mesh: DeviceMesh, ranks: list[int]) -> str:
-    """The fewest axes of a mesh along which these ranks lie, such as "dp+tp"; "" where there are none."""
-    spec, flat = mesh_spec(mesh), mesh.mesh.flatten().tolist()
-    if not set(ranks) <= set(flat):
-        return ""
-    position = flat.index(ranks[0])
-    names = [name for name in spec.names if spec.ranks(name) > 1]
-    for count in range(1, len(names) + 1):
-        for axes in combinations(names, count):
-            if sorted(flat[index] for index in spec.group_of(position, *axes)) == sorted(ranks):
-                return "+".join(axes)
-    return ""

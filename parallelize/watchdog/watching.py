@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.errors import HandshakeError, ModelError, ParallelizeError, Problem
+from parallelize.comm.mesh_view import MeshView
 from parallelize.comm.uncaught_errors import publish_uncaught_errors
 from parallelize.watchdog.call_gate import COLLECTIVES_DIFFER, CallGate
 from parallelize.watchdog.call_log import CallLog
@@ -98,7 +99,7 @@ class Watch:
             return
         if dist.get_backend() in ("fake", "threaded"):
             return
-        log = CallLog(mesh=mesh)
+        log = CallLog(mesh=MeshView.of(mesh) if mesh is not None else None)
         channel = StoreChannel(dist.get_rank(), dist.get_world_size())
         gate = CallGate(channel, log)
         log.compare = gate.check

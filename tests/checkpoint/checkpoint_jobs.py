@@ -18,8 +18,8 @@ from parallelize.axes.zero.shard_data import data_of
 from parallelize.checkpoint.run import optimizer_state as optimizers
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, targets
+from parallelize.comm.mesh_view import MeshView
 from parallelize.state.full_values import full_parameter
-from parallelize.state.stored_slices import data_rank
 from parallelize.training.apply_axes import parallelize_model
 from tests.support.models import tiny_batch, tiny_model
 
@@ -44,7 +44,7 @@ def built(
 def train(parallel: ParallelModel, optimizer: Any, first: int, steps: int) -> list[float]:
     """Losses of some steps on the global batches number `first` and so on."""
     losses = []
-    index, ranks = data_rank(parallel.mesh, ("dp_replicate", "dp"))
+    index, ranks = MeshView(parallel.mesh).place("dp_replicate", "dp")
     for step in range(first, first + steps):
         ids, labels = (t.chunk(ranks)[index] for t in tiny_batch(batch=8, length=3, seed=step))
         losses.append(float(parallel.step(ids, targets=labels)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallelize import ModelError, Problem, watch
-from parallelize.watchdog.call_log import CallLog, axes_of
+from parallelize.watchdog.call_log import CallLog
 from parallelize.watchdog.call_patches import recorded
 from parallelize.watchdog.rank_state import StandingThread, waiting_call
 from parallelize.watchdog.watching import follows_from_another_rank
@@ -127,10 +127,3 @@ def test_calls_of_a_save_in_the_background_are_not_what_the_others_wait_for():
         background.start()
         background.join()
         assert log.last == made and log.count == 2 and log.thread == threading.get_ident()
-
-
-def test_the_axes_of_a_group_are_the_fewest_that_have_its_ranks():
-    with small_mesh(dp=2, cp=1, tp=2) as mesh:
-        assert [axes_of(mesh, ranks) for ranks in ([0, 1], [1, 3], [0, 1, 2, 3], [0, 3], [0, 9])] == [
-            *("tp", "dp", "dp+tp", "", ""),
-        ]

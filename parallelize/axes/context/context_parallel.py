@@ -27,7 +27,7 @@ from parallelize.base.errors import MeshError, ModelError, Problem
 from parallelize.base.mesh import MeshSpec
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.handshake import agree_on, check_replicas
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.ops.matmul.op_handshake import agree
 from parallelize.plan.choose import plan_of
 from parallelize.plan.options import Options, wrong_ulysses
@@ -72,7 +72,8 @@ def context_parallel(
 
     Source: Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
     """
-    spec = mesh_spec(mesh)
+    view = MeshView.of(mesh)
+    spec = view.spec
 
     def decide() -> ResolvedPlan:
         if ulysses < 1 or spec.ranks("cp") % ulysses:
@@ -83,18 +84,18 @@ def context_parallel(
         applied_plan = earlier.plan if plan is None and earlier is not None and earlier.plan.attention else plan
         return resolve(plan_of(module, applied_plan), facts_of(module), spec.only("cp"), options, earlier=earlier)
 
-    apply_context(module, mesh, decide)
+    apply_context(module, view, decide)
     if on_context(spec):
         require_installed_dropout(module)
-        install_draws(module, mesh)
+        install_draws(module, view)
         if not own_reduction:
-            set_up(LEFT_UNREDUCED, Guarded(module, mesh))
+            set_up(LEFT_UNREDUCED, Guarded(module, view))
     return module
 
 
-def apply_context(module: nn.Module, mesh: DeviceMesh, decide: Callable[[], ResolvedPlan]) -> nn.Module:
+def apply_context(module: nn.Module, mesh: MeshView, decide: Callable[[], ResolvedPlan]) -> nn.Module:
     """`context_parallel` by a resolved plan. decide: returns it; what it raises is raised on every rank."""
-    if not on_context(mesh_spec(mesh)):
+    if not on_context(mesh.spec):
         return module
     with agree_on(mesh) as agreed:
         resolved = decide()

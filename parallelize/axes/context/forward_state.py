@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.axes.context.cache_shards import CachedSequence, shard_cache
 from parallelize.axes.context.sequence_shards import Run, SequenceLayout
 from parallelize.axes.tensor.region import Region
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.comm.groups import Group, axis_group, group_for
+from parallelize.comm.groups import Group, group_for
+from parallelize.comm.mesh_view import MeshView
 from parallelize.ops import replay_cache
 from parallelize.state.records import applied
 from parallelize.state.step_results import as_instance
@@ -62,9 +62,9 @@ class Context:
         cache: the cache of the forward that runs, or None.
     """
 
-    def __init__(self, mesh: DeviceMesh, attention: dict[str, str], ulysses: int = 1):
+    def __init__(self, mesh: MeshView, attention: dict[str, str], ulysses: int = 1):
         self.mesh, self.attention = mesh, attention
-        self.group = Group(axis_group(mesh, "cp"))
+        self.group = mesh.group("cp")
         size, rank, ranks = self.group.size, self.group.rank, self.group.ranks
         first = rank - rank % ulysses
         self.ulysses, self.ring = Group.alone(), self.group

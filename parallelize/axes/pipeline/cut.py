@@ -21,7 +21,7 @@ from parallelize.base.errors import MeshError, ModelError, Problem
 from parallelize.base.patches.active import refuse_other_copy
 from parallelize.comm.groups import Group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
@@ -75,22 +75,23 @@ def cut_pipeline(
 
     Cost: one handshake over the mesh. No tensor is sent.
     """
-    ranks = ranks_of_stages(schedule, pp_group(mesh).size(), stages_per_rank)
-    with agree_on(mesh, handshake_timeout_s) as agreed:
+    view = MeshView.of(mesh)
+    ranks = ranks_of_stages(schedule, pp_group(view).size, stages_per_rank)
+    with agree_on(view, handshake_timeout_s) as agreed:
         refuse_other_copy()
         check_uncut(module)
         chosen = with_cuts(plan_or_none(module, plan), cuts)
-        spec, options = mesh_spec(mesh).only("pp"), Options(schedule=schedule, stages_per_rank=stages_per_rank)
+        spec, options = view.spec.only("pp"), Options(schedule=schedule, stages_per_rank=stages_per_rank)
         resolved = resolve(
             chosen, describe(module), spec, options, costs=costs, assignment=assignment, stage_ranks=ranks
         )
         agreed |= resolved.structure()
-    return cut_to_stages(module, mesh, resolved)
+    return cut_to_stages(module, view, resolved)
 
 
-def cut_to_stages(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -> nn.Module:
+def cut_to_stages(module: nn.Module, mesh: MeshView, resolved: ResolvedPlan) -> nn.Module:
     """Keep only the stages of this rank, in place, of a model that `check_uncut` accepts."""
-    group = Group(pp_group(mesh))
+    group = pp_group(mesh)
     local_stages = tuple(stage for stage, rank in enumerate(resolved.stage_ranks) if rank == group.rank)
     cut = Cut(resolved, local_stages, group, mesh)
     for unit in cut.stages.units:
@@ -109,12 +110,12 @@ def with_cuts(plan: Plan | None, cuts: Cuts | None) -> Plan | None:
     return plan if cuts is None else replace(plan or NO_PLAN, cuts=cuts)
 
 
-def pp_group(mesh: DeviceMesh) -> Any:
-    """The process group of `pp`. Raises: MeshError `no-pp-axis`."""
-    if "pp" not in mesh_spec(mesh).names:
+def pp_group(mesh: MeshView) -> Group:
+    """The group of `pp`. Raises: MeshError `no-pp-axis`."""
+    if "pp" not in mesh.spec.names:
         fix = 'name one: build_mesh("cuda", pp=2, dp=4)'
-        raise MeshError(Problem("no-pp-axis", f"the mesh {mesh_spec(mesh)} has no axis named pp", fix=fix))
-    return mesh.get_group("pp")
+        raise MeshError(Problem("no-pp-axis", f"the mesh {mesh.spec} has no axis named pp", fix=fix))
+    return mesh.group("pp")
 
 
 def check_uncut(module: nn.Module) -> None:

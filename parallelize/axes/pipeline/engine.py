@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.axes.pipeline import failure
 from parallelize.axes.pipeline.batch_reader import BatchReader, MicrobatchInputs
@@ -33,9 +32,9 @@ from parallelize.axes.pipeline.transport import Transport
 from parallelize.axes.recomputation.recompute import recomputed
 from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.errors import ModelError, Problem
-from parallelize.comm.groups import Group, axis_group
+from parallelize.comm.groups import Group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import AnyMesh, MeshView
 from parallelize.plan.adapters import active_adapters, adapted_layers_of
 from parallelize.state.forward_rows import BatchPart
 from parallelize.state.later_changes import plan_changes
@@ -92,7 +91,7 @@ class Pipeline:
     def __init__(
         self,
         module: nn.Module,
-        mesh: DeviceMesh,
+        mesh: AnyMesh,
         *,
         schedule: str = "1f1b",
         stages_per_rank: int | None = None,
@@ -109,17 +108,17 @@ class Pipeline:
     ):
         if overlap_microbatches == "auto" and not may_overlap_microbatches(module):
             overlap_microbatches = False
-        self.module, self.mesh = module, mesh
+        self.module, self.mesh = module, MeshView.of(mesh)
         self.data = data if data is not None else _installed_engine(module)
         self.clock = clock if clock is not None else dropout_clock(module)
         self.steps_done = 0
         self._first_sequence: int | None = None  # of this data rank, in the global batch; None until something is drawn
         self.cut = pipeline_cut(module)
-        self.spec = mesh_spec(mesh)
+        self.spec = self.mesh.spec
         self.group = self.cut.group if self.cut is not None else Group.alone()
         self.schedule = self._schedule(schedule, num_microbatches, stages_per_rank)
         self.actions = with_messages(self.schedule)[self.group.rank]
-        self.device = _device(mesh)
+        self.device = _device(self.mesh.device_type)
         record = record_of(module)
         self.pending_reductions = record.pending_reductions if record is not None else None
         self._splits = any(action.kind == "W" for order in self.schedule.orders for action in order)
@@ -127,9 +126,9 @@ class Pipeline:
         self.runner = _runner(module, self.cut, record.region if record is not None else None)
         self._adapted = adapted_layers_of(module) if self.cut is not None else []
         self.ties = ties_of(module)
-        self.world = axis_group(mesh, *self.spec.names)
-        replicas = ReplicaCheck(module, mesh, self.ties, compare_every)
-        self.check = StepCheck(mesh, self.device, replicas, check_replicated)
+        self.world = self.mesh.world.pg
+        replicas = ReplicaCheck(module, self.mesh, self.ties, compare_every)
+        self.check = StepCheck(self.mesh, self.device, replicas, check_replicated)
         self.batches = BatchReader(
             module,
             self.check,
@@ -148,7 +147,7 @@ class Pipeline:
         self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
         self._spans: list[tuple[Action, float, float]] = []
         self.run_pair = InterleavedRunner(self.device) if overlap_microbatches else None
-        measured = overlap_microbatches == "auto" and mesh.size() > 1
+        measured = overlap_microbatches == "auto" and self.mesh.size > 1
         self.pair_trial = PairTrial(self._report_pairs) if measured else None
         self.record = False
 
@@ -336,7 +335,7 @@ class Pipeline:
         signature = microbatches[0].signature(mode)
         if self.group.size > 1 and not self.check.compares and signature not in self._compared:
             # once for inputs of these shapes; other data ranks may have other shapes
-            with agree_on(self.mesh["pp"], TIMEOUT_S) as facts:
+            with agree_on(MeshView(self.mesh.device_mesh["pp"]), TIMEOUT_S) as facts:
                 facts["inputs of the step"] = str(signature)
             self._compared.add(signature)
         steps: list[Any] = [step for step in self.actions if not forward_only or _is_forward(step)]
@@ -415,7 +414,7 @@ class Pipeline:
     def _raise(self, run: StepRun) -> None:
         """Raise the failure on every rank; on a mesh of one rank, the original error."""
         self.check.raise_difference()  # which an accelerator tells only after the step
-        if self.mesh.size() == 1 and run.cause is not None:
+        if self.mesh.size == 1 and run.cause is not None:
             raise run.cause
         failure.raise_together(run.failure, self.world, run.cause)
 
@@ -430,7 +429,7 @@ class Pipeline:
         """(whether any rank failed, the loss). One all_reduce of two scalars over the mesh, and of a time during a
         trial."""
         loss = torch.stack(run.losses).sum() if run.losses else torch.zeros((), device=self.device)
-        if self.mesh.size() == 1:
+        if self.mesh.size == 1:
             return run.failure is not None, loss
         trial = trial if trial is not None and trial.is_running else None
         totals = torch.zeros(2 if trial is None else 3, dtype=torch.float64, device=self.device)  # failures, loss, time
@@ -443,7 +442,7 @@ class Pipeline:
         with telling_of(run.cause):
             failure.sum_outcomes(totals, self.world, run.failure, run.cause)
         if trial is not None:
-            trial.take(float(totals[2]) / self.mesh.size())
+            trial.take(float(totals[2]) / self.mesh.size)
         return bool(totals[0] > 0) or self.check.differs(), totals[1]
 
 
@@ -451,10 +450,10 @@ def _is_forward(step: Any) -> bool:
     return step.kind == "F" if isinstance(step, Action) else step.direction == "F"
 
 
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
+def _device(device_type: str) -> torch.device:
+    if device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    return torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def _installed_engine(module: nn.Module) -> Data | None:

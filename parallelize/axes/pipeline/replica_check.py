@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.axes.pipeline.ties import TieGroup, Ties
 from parallelize.axes.zero.buckets import to_local
@@ -26,9 +25,8 @@ from parallelize.axes.zero.replicas import apart, is_replicated, replicated_over
 from parallelize.base.agreement import Facts, text_digest
 from parallelize.base.errors import Problem, short_list
 from parallelize.base.mesh import DATA_AXES, MeshSpec
-from parallelize.comm.groups import Group
 from parallelize.comm.handshake import digest
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.state.written_versions import writes_to
 
 T = torch.Tensor
@@ -65,11 +63,10 @@ class ReplicaCheck:
         every: the first call is compared, and each N-th after it. 0: none.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, ties: Ties | None, every: int):
+    def __init__(self, module: nn.Module, mesh: MeshView, ties: Ties | None, every: int):
         self.module, self.ties, self.every = module, ties, every
-        self.spec = mesh_spec(mesh)
-        self.tp = Group(mesh.get_group("tp")) if self.spec.ranks("tp") > 1 else None
-        self._index = mesh.mesh.flatten().tolist().index(dist.get_rank()) if mesh.size() > 1 else 0
+        self.spec, self._index = mesh.spec, mesh.position
+        self.tp = mesh.group("tp") if self.spec.ranks("tp") > 1 else None
 
         self._accepted: dict[str, int] = {}
         self.accept_edits()

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from parallelize.axes.pipeline.replica_check import ReplicaCheck, number_of, signed, weight_in, weight_of
@@ -24,10 +23,8 @@ from parallelize.base.agreement import Facts, differing_rows
 from parallelize.base.errors import HandshakeError, PipelineError, Problem, short_list
 from parallelize.base.mesh import DATA_AXES, SAMPLE_AXES, MeshSpec
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.comm.groups import axis_group
 from parallelize.comm.handshake import digest, silent_ranks
-from parallelize.comm.meshes import mesh_spec
-from parallelize.state.stored_slices import data_rank
+from parallelize.comm.mesh_view import MeshView
 
 T = torch.Tensor
 
@@ -74,11 +71,10 @@ class StepCheck:
             first.
     """
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, replicas: ReplicaCheck, compares: bool = True):
+    def __init__(self, mesh: MeshView, device: torch.device, replicas: ReplicaCheck, compares: bool = True):
         self.mesh, self.device, self.replicas = mesh, device, replicas
-        self.spec = mesh_spec(mesh)
-        self.world = axis_group(mesh, *self.spec.names)
-        self.compares = compares and mesh.size() > 1 and dist.get_backend(self.world) != "fake"
+        self.spec, self.world = mesh.spec, mesh.world.pg
+        self.compares = compares and mesh.size > 1 and dist.get_backend(self.world) != "fake"
         self._optimizers: list[tuple[weakref.ref[Optimizer], list[int]]] = []
         self._may_have_dropped = False
         self._sent: _Facts | None = None
@@ -86,12 +82,11 @@ class StepCheck:
         self._problems: tuple[Problem, ...] | None = None
         self._calls = self._sequences = 0
         self.says_changed = False  # whether this rank's stages train other parameters than in the last call
-        flat = mesh.mesh.flatten().tolist()
-        index = flat.index(dist.get_rank()) if mesh.size() > 1 else 0
+        index = mesh.position
         self._weights = [weight_of(self.spec, index, axes) for axes in (SAMPLE_AXES, self.spec.names[:0], ("pp",))]
         self._tie_weights = {tie.name: weight_in(tie.group.ranks, dist.get_rank()) for tie in replicas.shared_ties()}
         coordinates = self.spec.coordinates(index)
-        self._data_rank, self._data_ranks = data_rank(mesh, SAMPLE_AXES)
+        self._data_rank, self._data_ranks = mesh.sample_place
         self._counts_sequences = all(at == 0 for axis, at in coordinates.items() if axis not in SAMPLE_AXES)
         self._counts = all(at == 0 for axis, at in coordinates.items() if axis not in DATA_AXES)
         self.counts_loss = all(at == 0 for axis, at in coordinates.items() if axis not in (*DATA_AXES, "pp"))
@@ -124,7 +119,7 @@ class StepCheck:
         """
         self._sequences, self._message = sequences, None
         local = (count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(count)).to(self.device)
-        if self.mesh.size() == 1:
+        if self.mesh.size == 1:
             return local
         of_this_rank = [sequences, sequences**2] if self._counts_sequences else [0, 0]
         message = torch.tensor([0] * (MESSAGE_BYTES // 8 - 2) + of_this_rank, device=self.device)
@@ -151,7 +146,7 @@ class StepCheck:
         try:
             dist.all_reduce(message, group=self.world)
         except RuntimeError as error:
-            ranks = self.mesh.mesh.flatten().tolist()
+            ranks = self.mesh.ranks
             lost = silent_ranks(ranks, f"step/{self._calls}", LOST_AFTER_S)
             who = short_list([f"rank {rank}" for rank in lost]) or "a rank"
             what = f"{who} did not take part in the step: {str(error).strip().splitlines()[0]}"
@@ -180,7 +175,7 @@ class StepCheck:
             total %= _CHANGED
             if self._data_ranks * squares != total**2:  # equal for equal numbers alone
                 parts = [torch.empty(1, dtype=torch.int64, device=self.device) for _ in sizes]
-                group = axis_group(self.mesh, *(axis for axis in SAMPLE_AXES if axis in self.spec.names))
+                group = self.mesh.group(*SAMPLE_AXES).pg
                 dist.all_gather(parts, torch.tensor([self._sequences], device=self.device), group=group)
                 sizes = torch.cat(parts).tolist()
         return sum(sizes[: self._data_rank])
@@ -212,9 +207,9 @@ class StepCheck:
         assert call is not None
         copies = self.replicas.facts(self.replicas.due(self._calls - 1))
         own = (_readable(call.batch), call.settings, call.stage, call.ties)
-        gathered: list[Any] = [None] * self.mesh.size()
+        gathered: list[Any] = [None] * self.mesh.size
         dist.all_gather_object(gathered, (own, call.edits, copies), group=self.world)
-        ranks = self.mesh.mesh.flatten().tolist()
+        ranks = self.mesh.ranks
         facts, edits, copies_by_rank = zip(*gathered, strict=True)
         existing = _facts_of_existing_optimizers(facts)
         rows = _rows(self.spec, ranks, existing)
@@ -278,9 +273,8 @@ class StepCheck:
         return facts
 
     def _sum_of_floats(self, local: T) -> T:
-        axes = [axis for axis in DATA_AXES if axis in self.spec.names and self.spec.size(axis) > 1]
-        if axes:
-            dist.all_reduce(local, group=axis_group(self.mesh, *axes))
+        if self.spec.data_axes:
+            dist.all_reduce(local, group=self.mesh.data_group.pg)
         return local
 
 

@@ -41,6 +41,7 @@ from parallelize.axes.recomputation.unit import (
 )
 from parallelize.base.errors import ModelError, PlanError, Problem, did_you_mean
 from parallelize.comm.handshake import agree_on
+from parallelize.comm.mesh_view import MeshView
 from parallelize.ops.replay_cache import in_recompute, remembered, replay_key
 from parallelize.plan.options import Options
 from parallelize.plan.plan_file import load_plan
@@ -108,7 +109,7 @@ def recompute(
 def apply_recompute(model: nn.Module, decide: Callable[[], ResolvedPlan]) -> nn.Module:
     """`recompute` by a resolved plan. decide: returns it; what it raises is raised on every rank of `tp`."""
     record = record_of(model)
-    handshake: AbstractContextManager[Any] = nullcontext({}) if record is None else agree_on(record.tp)
+    handshake: AbstractContextManager[Any] = nullcontext({}) if record is None else agree_on(MeshView(record.tp))
     with handshake as agreed:
         _refuse_others(model)
         resolved = decide()

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize.axes.zero.buckets import to_local
@@ -32,10 +31,10 @@ from parallelize.axes.zero.reduced_parameters import (
     stepped_in_shards,
 )
 from parallelize.axes.zero.reducer import ReducedParameter, Reducer
-from parallelize.axes.zero.replicas import data_group
 from parallelize.base.errors import ModelError, Problem
-from parallelize.comm.groups import Group, axis_group, in_groups
+from parallelize.comm.groups import in_groups
 from parallelize.comm.handshake import compare_facts
+from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.adapters import is_adapter_parameter
 from parallelize.state.guards.unreduced_gradients import guard_gradients
 from parallelize.state.later_changes import plan_changes, when_changed
@@ -57,7 +56,7 @@ class AddedParameters:
     def __init__(
         self,
         module: nn.Module,
-        mesh: DeviceMesh,
+        mesh: MeshView,
         zero: int,
         options: DataOptions,
         master: torch.dtype | None,
@@ -202,7 +201,7 @@ class AddedParameters:
     def _refuse_dropout(self, module: nn.Module) -> None:
         """Raises: ModelError `added-parameter` for dropout that came with the parameters, on several data ranks."""
         new = [inner for inner in _dropouts(module) if inner not in self._dropouts]
-        if new and data_group(self._mesh).size > 1:
+        if new and self._mesh.spec.data_axes:
             what = (
                 f"parameters were added after shard_data, with dropout of {new[0].p:g}, whose masks would depend on "
                 "the mesh"
@@ -213,7 +212,7 @@ class AddedParameters:
             raise ModelError(Problem("added-parameter", what, fix=fix))
 
     def _agree(self, names: list[str]) -> None:
-        group = data_group(self._mesh)
+        group = self._mesh.data_group
         if group.size > 1:
             compare_facts(list(group.ranks), {"parameters that train now": ", ".join(names)}, call="the next forward")
 
@@ -241,7 +240,7 @@ def _nothing_later(module: nn.Module, args: Any) -> None:
 def _broadcast_from_first_rank(parameter: Any, ranks: DataRanks) -> None:
     """Of the ranks that sum its gradient, give all the values of the first."""
     if ranks.axes:
-        group = Group(axis_group(ranks.mesh, *ranks.axes))
+        group = ranks.mesh.group(*ranks.axes)
         local = to_local(parameter).detach()
         values = local.contiguous()
         group.broadcast(values, 0)

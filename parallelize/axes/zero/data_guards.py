@@ -14,7 +14,6 @@ from parallelize.axes.zero.router_loss import refuse_router_loss
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.mesh import DATA_AXES
 from parallelize.base.patches import active as patches
-from parallelize.comm.meshes import mesh_spec
 from parallelize.state.guards.guard_table import (
     LEFT_UNREDUCED,
     REDUCED,
@@ -33,7 +32,7 @@ from parallelize.state.tensor_tables import TensorTable
 
 def _sums(model: Guarded) -> bool:
     """Whether there are several data ranks."""
-    return model.mesh is not None and mesh_spec(model.mesh).ranks(*DATA_AXES) > 1
+    return model.has_several(*DATA_AXES)
 
 
 def _sums_or_did(model: Guarded) -> bool:
@@ -41,7 +40,7 @@ def _sums_or_did(model: Guarded) -> bool:
 
 
 def _divides_loss(model: Guarded) -> bool:
-    return model.mesh is not None and any(mesh_spec(model.mesh).ranks(axis) > 1 for axis in ("pp", *DATA_AXES))
+    return model.has_several("pp", *DATA_AXES)
 
 
 def _guard_copies(model: Guarded) -> None:

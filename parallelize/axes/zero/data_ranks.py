@@ -13,8 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from parallelize.comm.groups import Group, axis_group
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.groups import Group
+from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.options import Options
 from parallelize.plan.resolved import ParameterRow
 from parallelize.state.records import PlanRecord
@@ -38,20 +38,19 @@ class DataRanks:
         zero: the stage.
     """
 
-    mesh: DeviceMesh
+    mesh: MeshView
     axes: tuple[str, ...]
     shard_axis: str
     zero: int
 
     @classmethod
-    def of_dense(cls, mesh: DeviceMesh, zero: int) -> DataRanks:
-        spec = mesh_spec(mesh)
-        return cls(mesh, spec.data_axes, spec.shard_axis, zero)
+    def of_dense(cls, mesh: MeshView, zero: int) -> DataRanks:
+        return cls(mesh, mesh.spec.data_axes, mesh.spec.shard_axis, zero)
 
     @classmethod
-    def of_experts(cls, folded: DeviceMesh, zero: int) -> DataRanks:
-        spec = mesh_spec(folded)
-        return cls(folded, tuple(axis for axis in ("dp_replicate", "edp") if spec.ranks(axis) > 1), "edp", zero)
+    def of_experts(cls, folded: MeshView, zero: int) -> DataRanks:
+        axes = tuple(axis for axis in ("dp_replicate", "edp") if folded.spec.ranks(axis) > 1)
+        return cls(folded, axes, "edp", zero)
 
     # no cached properties: before Python 3.12 all of a class share a lock, which a rank that makes a group would hold
     # while it waits for ranks that are other threads
@@ -59,26 +58,26 @@ class DataRanks:
     @property
     def split_group(self) -> Group:
         """The ranks that split what is stored: rows of the optimizer's state."""
-        return Group(axis_group(self.mesh, self.shard_axis)) if self.zero else Group.alone()
+        return self.mesh.group(self.shard_axis) if self.zero else Group.alone()
 
     @property
     def gradient_groups(self) -> DataGroups:
         splits = self.zero >= 2 and self.shard_axis in self.axes
         full_axes = [axis for axis in self.axes if not (splits and axis == self.shard_axis)]
-        full = (Group(axis_group(self.mesh, *full_axes)),) if full_axes else ()
+        full = (self.mesh.group(*full_axes),) if full_axes else ()
         return DataGroups(full, self.split_group if splits else None)
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
         """What `fully_shard` takes: with `dp_replicate`, sharding is hybrid."""
-        replicated = "dp_replicate" in (self.mesh.mesh_dim_names or ())
-        return self.mesh["dp_replicate", self.shard_axis] if replicated else self.mesh[self.shard_axis]
+        mesh, replicated = self.mesh.device_mesh, "dp_replicate" in self.mesh.spec.names
+        return mesh["dp_replicate", self.shard_axis] if replicated else mesh[self.shard_axis]
 
 
 class DataRanksOf:
     """The data ranks of each parameter of a model. record: what `parallelize_module` did to it, or None."""
 
-    def __init__(self, mesh: DeviceMesh, zero: int, record: PlanRecord | None):
+    def __init__(self, mesh: MeshView, zero: int, record: PlanRecord | None):
         self.dense = DataRanks.of_dense(mesh, zero)
         folded = record.folded if record is not None else None
         self.experts = DataRanks.of_experts(folded, zero) if folded is not None else self.dense

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -18,7 +17,6 @@ from parallelize.axes.zero.collective_order import UnitOrder
 from parallelize.axes.zero.data_guards import refuse_steps
 from parallelize.axes.zero.data_ranks import DataOptions, DataRanksOf
 from parallelize.axes.zero.reducer import BatchNormSync, Reducer
-from parallelize.axes.zero.replicas import data_group
 from parallelize.axes.zero.unit_groups import (
     forget_unsharded_gradients,
     gathered_parameters,
@@ -30,8 +28,7 @@ from parallelize.axes.zero.unit_groups import (
 from parallelize.axes.zero.unused_parameters import UnusedParameters, refuse_writes
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.comm.groups import axis_group
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.comm.turns import takes_turns
 from parallelize.plan.parameter_shards import expert_zero_dim
 from parallelize.plan.resolved import ResolvedPlan
@@ -155,12 +152,11 @@ class FsdpEngine:
             unit.reshard()
 
 
-def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolved: ResolvedPlan) -> FsdpEngine:
+def apply_fsdp(module: nn.Module, mesh: MeshView, options: DataOptions, resolved: ResolvedPlan) -> FsdpEngine:
     """Apply `fully_shard` to each ZeRO unit and to the rest. With `dp_replicate`, sharding is hybrid.
 
     Raises: ModelError `scalar-parameter`.
     """
-    spec = mesh_spec(mesh)
     cut = pipeline_cut(module)
     names = [name for name in resolved.zero_units if cut is None or cut.present(name)]
     scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
@@ -188,7 +184,7 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
     for name in deferring:
         heads = [module.get_submodule(head) for head in deferred_heads(module) if _unit_of(head, names) == name]
         _leave_gathered(module.get_submodule(name), heads)
-    cp_group = axis_group(mesh, "cp") if "cp" in spec.names and spec.size("cp") > 1 else None
+    cp_group = mesh.group("cp").pg if mesh.spec.ranks("cp") > 1 else None
     experts = {id(module.get_submodule(name)) for name in folded}
     for unit in fsdp_units:
         unit.set_gradient_divide_factor(1.0)
@@ -210,11 +206,11 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
         mark_parameter(module.get_parameter(name), shared=mark)
     pairs = zip(names, units, strict=True)
     stages = {} if cut is None else {id(unit): cut.stages.stage_of(name) for name, unit in pairs}
-    summed_over = data_group(mesh)
+    summed_over = mesh.data_group
     name_of = {id(unit): name for name, unit in zip(names, units, strict=True)}
     order = UnitOrder([(name_of.get(id(unit), ""), unit) for unit in fsdp_units], summed_over)
     unused = UnusedParameters(fsdp_units, summed_over, order, at_end=[BatchNormSync(module, summed_over).share])
-    return FsdpEngine(module, fsdp_units, stages, options.defer, spec.shard_axis, unused, order)
+    return FsdpEngine(module, fsdp_units, stages, options.defer, mesh.spec.shard_axis, unused, order)
 
 
 def _folded_experts(module: nn.Module) -> list[str]:
@@ -237,7 +233,7 @@ def _expert_placements(module: nn.Module, name: str) -> Callable[[Any], Shard]:
     """How `fully_shard` splits the parameters of folded experts: see `expert_zero_dim`."""
     record = require_record(module)
     assert record.folded is not None
-    ranks = mesh_spec(record.folded).size("edp")
+    ranks = record.folded.spec.size("edp")
     parameters = module.get_submodule(name).named_parameters(recurse=False)
     dims = {
         id(parameter): expert_zero_dim(record.resolved.parameters[f"{name}.{key}"].layout, ranks)

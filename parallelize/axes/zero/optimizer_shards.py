@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize.axes.zero.buckets import as_gradient, matrix_shape, to_local
 from parallelize.base.layout import even_interval
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
+from parallelize.comm.mesh_view import MeshView
 from parallelize.comm.meshes import mesh_spec
 from parallelize.state.layout_tensor.kept_gradients import keep_gradient
 from parallelize.state.layout_tensor.layout_dtensor import wrap_like
@@ -22,18 +22,18 @@ from parallelize.state.layout_tensor.layout_dtensor import wrap_like
 T = torch.Tensor
 
 
-def split_spec(param: Any, mesh: DeviceMesh, axis: str) -> Any:
+def split_spec(param: Any, mesh: MeshView, axis: str) -> Any:
     """The spec of a parameter that `axis` shards along dim 0, in addition to tensor parallelism: as `fully_shard`
     does."""
     local = to_local(param)
     if isinstance(param, DTensor):
         tp = mesh_spec(param.device_mesh).names[0]
         placement, shape = private.spec_of(param).placements[0], tuple(param.shape)
-        submesh = mesh[axis, tp] if axis != tp else mesh[axis]
-        split = private.split_above(placement, mesh_spec(mesh).size(tp))
+        submesh = mesh.device_mesh[axis, tp] if axis != tp else mesh.device_mesh[axis]
+        split = private.split_above(placement, mesh.spec.size(tp))
         placements: tuple[Any, ...] = (split, placement)
     else:
-        submesh, shape, placements = mesh[axis], tuple(local.shape), (Shard(0),)
+        submesh, shape, placements = mesh.device_mesh[axis], tuple(local.shape), (Shard(0),)
     if not shape:
         placements = tuple(Replicate() for _ in placements)
     return private.spec(submesh, placements, torch.empty(shape, dtype=local.dtype, device="meta"))

@@ -7,27 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize.axes.zero.buckets import to_local
 from parallelize.base.mesh import DATA_AXES, FOLDED_AXES
-from parallelize.comm.groups import Group, axis_group
+from parallelize.comm.groups import Group
 from parallelize.comm.handshake import agree_on, check_replicas
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.state.records import record_of
 
 _FIX = "seed all ranks alike before the model is built, or load the same weights; check_replicated=False accepts them"
 
 
-def data_group(mesh: DeviceMesh) -> Group:
-    """The ranks along all data axes of a mesh, over which gradients are summed."""
-    axes = mesh_spec(mesh).data_axes
-    return Group(axis_group(mesh, *axes)) if axes else Group.alone()
-
-
 def compare_weights(
-    module: nn.Module, mesh: DeviceMesh, group: Group, axes: str, names: Iterable[str] | None = None
+    module: nn.Module, mesh: MeshView, group: Group, axes: str, names: Iterable[str] | None = None
 ) -> None:
     """Compare what the ranks of a group store of parameters that must be equal. Call it on every rank of the mesh.
 
@@ -49,7 +42,7 @@ def compare_weights(
 
 def compare_data_ranks(
     module: nn.Module,
-    mesh: DeviceMesh,
+    mesh: MeshView,
     names: Iterable[str] | None = None,
     *,
     axes: Sequence[str] = DATA_AXES,
@@ -67,18 +60,17 @@ def compare_data_ranks(
     experts = {name for row in record.resolved.parameters.values() if row.axis == "ep" for name in row.fact.names}
     present = list(dict(module.named_parameters()) if names is None else names)
     _compare_over(module, mesh, axes, [name for name in present if name not in experts], compares)
-    shards = mesh_spec(mesh).shard_axis
+    shards = mesh.spec.shard_axis
     of_copies = [axis for axis in ("dp_replicate", "edp") if ("dp_replicate" if axis != "edp" else shards) in axes]
     _compare_over(module, record.folded, of_copies, [name for name in present if name in experts], compares)
 
 
 def _compare_over(
-    module: nn.Module, mesh: DeviceMesh, axes: Sequence[str], names: Iterable[str] | None, compares: bool
+    module: nn.Module, mesh: MeshView, axes: Sequence[str], names: Iterable[str] | None, compares: bool
 ) -> None:
-    spec = mesh_spec(mesh)
-    present = [axis for axis in spec.names if axis in axes and spec.size(axis) > 1]
+    present = [axis for axis in mesh.spec.names if axis in axes and mesh.spec.size(axis) > 1]
     if present:
-        group = Group(axis_group(mesh, *present)) if compares else Group.alone()
+        group = mesh.group(*present) if compares else Group.alone()
         compare_weights(module, mesh, group, " and ".join(present), names)
 
 

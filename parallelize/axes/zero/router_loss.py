@@ -27,12 +27,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.axes.zero.replicas import data_group
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.patches import active as patches
 from parallelize.comm.groups import Group
+from parallelize.comm.mesh_view import MeshView
 from parallelize.ops import collectives as ops
 from parallelize.ops.replay_cache import in_recompute
 from parallelize.plan.models.wrapped_models import stock_model
@@ -50,7 +49,7 @@ _REQUEST = "output_router_logits"
 _current = threading.local()
 
 
-def share_router_loss(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
+def share_router_loss(module: nn.Module, mesh: MeshView | None = None) -> None:
     """Let the load-balancing loss of a stock model, in calls that build a graph, count the tokens and layers of all
     ranks.
 
@@ -75,7 +74,7 @@ def share_router_loss(module: nn.Module, mesh: DeviceMesh | None = None) -> None
         for router, index in recorded_routers(module):
             router.register_forward_hook(partial(_add_logits, calls, index))
     if mesh is not None:
-        calls.data = data_group(mesh)
+        calls.data = mesh.data_group
 
 
 def _modeling_file(module: nn.Module) -> ModuleType | None:

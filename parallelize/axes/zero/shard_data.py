@@ -37,14 +37,14 @@ from parallelize.axes.zero.reduced_parameters import (
     stepped_in_shards,
 )
 from parallelize.axes.zero.reducer import BUCKET_BYTES, BatchNormSync, ReducedParameter, Reducer
-from parallelize.axes.zero.replicas import compare_data_ranks, data_group
+from parallelize.axes.zero.replicas import compare_data_ranks
 from parallelize.axes.zero.router_loss import share_router_loss
 from parallelize.axes.zero.stock_loss import count_over_data_ranks
 from parallelize.base.errors import MeshError, ModelError, Problem, short_list
 from parallelize.base.mesh import DATA_AXES, MeshSpec
 from parallelize.base.patches.active import refuse_other_copy
 from parallelize.comm.handshake import agree_on
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.local_rows import check_batch_parts
 from parallelize.plan.models.wrapped_models import require_module
@@ -72,7 +72,7 @@ class DataRecord:
     """
 
     zero: int
-    mesh: DeviceMesh
+    mesh: MeshView
     engine: Reducer | FsdpEngine | None
     shards: list[OptimizerShard] = field(default_factory=list)
     masters: bool = False
@@ -135,23 +135,23 @@ def shard_data(
         HandshakeError `units-diverge`.
     Source: ZeRO, arXiv:1910.02054.
     """
-    spec = mesh_spec(mesh)
-    with agree_on(mesh) as agreed:
+    view = MeshView.of(mesh)
+    with agree_on(view) as agreed:
         refuse_other_copy()
         require_module(module)
-        _check(module, spec, zero)
-        set_up(RESOLVED, Guarded(module, mesh))
+        _check(module, view.spec, zero)
+        set_up(RESOLVED, Guarded(module, view))
         earlier = resolution_so_far(module)
         resolved = replace(
             earlier.with_options(zero=zero, defer=defer, dtype=dtype, reduce_dtype=reduce_dtype),
-            mesh=earlier.mesh.with_axes(spec.only(*DATA_AXES)),
+            mesh=earlier.mesh.with_axes(view.spec.only(*DATA_AXES)),
             zero_units=_units(module, earlier, units) if zero == 3 else (),
         )
         agreed |= resolved.structure() | {"option bucket_bytes": str(bucket_bytes)}
     if check_replicated:
-        compare_data_ranks(module, mesh)
+        compare_data_ranks(module, view)
     return apply_data_axes(
-        module, mesh, resolved, DataOptions.of(resolved.options, bucket_bytes, reshard_after_forward)
+        module, view, resolved, DataOptions.of(resolved.options, bucket_bytes, reshard_after_forward)
     )
 
 
@@ -163,9 +163,9 @@ def _units(module: nn.Module, earlier: ResolvedPlan, patterns: Sequence[str] | N
     return zero_units(plan, facts, patterns=patterns, layers=earlier.cut_layers)
 
 
-def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, options: DataOptions) -> nn.Module:
+def apply_data_axes(module: nn.Module, mesh: MeshView, resolved: ResolvedPlan, options: DataOptions) -> nn.Module:
     """`shard_data` by a resolved plan, for a model that nothing but its modules refers to."""
-    _check(module, mesh_spec(mesh), resolved.options.zero)
+    _check(module, mesh.spec, resolved.options.zero)
     mark_applied(module)  # from here on it holds what is changed in other libraries
     make_contiguous(module)
     join_tied_slots(module)
@@ -175,14 +175,14 @@ def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan,
         _shard_parameters(module, mesh, options, resolved)
     else:
         _reduce_gradients(module, mesh, options, resolved)
-    if mesh_spec(mesh).ranks(*DATA_AXES) > 1:
+    if mesh.spec.data_axes:
         count_over_data_ranks(module, mesh)
         share_router_loss(module, mesh)
     mark_applied(module, resolved=resolved)
     return module
 
 
-def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolved: ResolvedPlan) -> None:
+def _shard_parameters(module: nn.Module, mesh: MeshView, options: DataOptions, resolved: ResolvedPlan) -> None:
     """ZeRO 3."""
     if options.dtype is not None and not options.low_precision:  # `fully_shard` is only told a dtype of compute
         cast_parameters(module.modules(), options.dtype)
@@ -191,13 +191,13 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     compute = options.dtype if options.low_precision else None
     shards: list[OptimizerShard] = []
     added_parameters = None
-    if mesh_spec(mesh).ranks(*DATA_AXES) > 1:
+    if mesh.spec.data_axes:
         added_parameters = _manage_later_adapters(module, mesh, options, engine, shards)
     mark_applied(module, data=DataRecord(3, mesh, engine, shards, compute=compute, added_parameters=added_parameters))
 
 
 def _manage_later_adapters(
-    module: nn.Module, mesh: DeviceMesh, options: DataOptions, engine: FsdpEngine, shards: list[OptimizerShard]
+    module: nn.Module, mesh: MeshView, options: DataOptions, engine: FsdpEngine, shards: list[OptimizerShard]
 ) -> AddedParameters:
     """Adapters that are added to sharded units are small: each rank stores them in full, and optimizer states as of
     ZeRO 1."""
@@ -213,7 +213,7 @@ def _manage_later_adapters(
     return added_parameters
 
 
-def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolved: ResolvedPlan) -> None:
+def _reduce_gradients(module: nn.Module, mesh: MeshView, options: DataOptions, resolved: ResolvedPlan) -> None:
     """ZeRO 0 to 2."""
     masters = options.low_precision or _sums_are_wider(module, options.dtype, options.reduce_dtype)
     zero = resolved.options.zero
@@ -251,14 +251,14 @@ def _sums_are_wider(module: nn.Module, dtype: torch.dtype | None, reduce_dtype: 
 
 def _reducer(
     module: nn.Module,
-    mesh: DeviceMesh,
+    mesh: MeshView,
     parameters: Sequence[ReducedParameter],
     shards: list[OptimizerShard],
     options: DataOptions,
     dtype: torch.dtype | None,
 ) -> Reducer | None:
     """What sums gradients over the data axes, and splits them by the stage; None where there is nothing to do."""
-    if not mesh_spec(mesh).data_axes and dtype is None:
+    if not mesh.spec.data_axes and dtype is None:
         return None
     splits = any(parameter.groups.shard is not None for parameter in parameters)
     return Reducer(
@@ -266,7 +266,7 @@ def _reducer(
         dtype,
         frozen=[parameter for parameter in parameters if not parameter.param.requires_grad],
         named_parameters=module.named_parameters,
-        on_reduced=BatchNormSync(module, data_group(mesh)).share,
+        on_reduced=BatchNormSync(module, mesh.data_group).share,
         specs={id(shard.param): shard.spec for shard in shards},
         bucket_bytes=options.bucket_bytes,
         defer=options.defer and splits,

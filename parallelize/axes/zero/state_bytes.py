@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.mesh import DATA_AXES, EXPERT_AXES
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.parameter_shards import shards_of, stored_elements
 from parallelize.state.records import pipeline_cut, record_of, resolution_so_far
 
@@ -46,15 +46,15 @@ def bytes_per_rank(
     Returns: {"parameters", "gradients", "optimizer"}, in bytes.
     Cost: no communication.
     """
-    spec, cut, record = mesh_spec(mesh), pipeline_cut(module), record_of(module)
+    view, cut, record = MeshView.of(mesh), pipeline_cut(module), record_of(module)
     earlier = resolution_so_far(module).with_options(zero=zero)
-    resolved = replace(earlier, mesh=earlier.mesh.with_axes(spec.only(*DATA_AXES)))
-    data_rank = mesh.get_local_rank(spec.shard_axis) if spec.shard_axis in spec.names else 0
+    resolved = replace(earlier, mesh=earlier.mesh.with_axes(view.spec.only(*DATA_AXES)))
+    data_rank = view.index(view.spec.shard_axis)
     tp_rank, pp_rank = record.group.rank if record is not None else 0, cut.group.rank if cut is not None else 0
     parameters = dict(module.named_parameters(remove_duplicate=False))
     totals = {"parameters": 0, "gradients": 0, "optimizer": 0}
     folded = record.folded if record is not None else None
-    edp_rank, ep_rank = (folded.get_local_rank(axis) if folded is not None else 0 for axis in EXPERT_AXES)
+    edp_rank, ep_rank = (folded.index(axis) if folded is not None else 0 for axis in EXPERT_AXES)
     for shard in shards_of(resolved, pp_rank, tp_rank, ep_rank):
         index = edp_rank if shard.axis == "ep" else data_rank
         elements = stored_elements([shard], zero, counts_gradients=True, data_rank=index)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.axes.vocabulary.loss.losses import valid_tokens
 from parallelize.base.errors import ModelError, Problem
+from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.models.label_loss import LabelLoss, label_loss
 from parallelize.plan.models.wrapped_models import stock_model
 from parallelize.state.records import applied
@@ -24,7 +24,7 @@ _OTHERS = ("start_positions", "end_positions", "return_loss")
 """Arguments of `transformers` that ask for a loss, besides those with `label` in their names."""
 
 
-def count_over_data_ranks(module: nn.Module, mesh: DeviceMesh) -> None:
+def count_over_data_ranks(module: nn.Module, mesh: MeshView) -> None:
     """Let the loss of a model of `transformers`, in calls that build a graph, be divided by the count of all data
     ranks."""
     module = stock_model(module)
@@ -46,7 +46,7 @@ class _Counts:
     Raises: ModelError `labels-over-data-ranks` for losses that are no such mean.
     """
 
-    def __init__(self, model: type[nn.Module], mesh: DeviceMesh):
+    def __init__(self, model: type[nn.Module], mesh: MeshView):
         self.mesh, self.signature = mesh, inspect.signature(model.forward)
         self.weight: tuple[T, T] | None = None  # the labels of this rank and of all, in a forward whose loss is a mean
 

@@ -40,8 +40,7 @@ from parallelize.checkpoint.hub.tensor_messages import (
 )
 from parallelize.checkpoint.run.local_tensors import model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
-from parallelize.comm.groups import Group, axis_group
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.groups import Group
 from parallelize.state.full_values import reshard_units
 from parallelize.state.records import applied, mark_applied
 from parallelize.state.transaction import gc_paused
@@ -198,7 +197,7 @@ class WeightExporter:
         mesh = self._on_mesh.mesh
         if self._sync.size == 1:
             return None
-        return dist.group.WORLD if mesh is None else axis_group(mesh, *mesh_spec(mesh).names)
+        return dist.group.WORLD if mesh is None else mesh.world.pg
 
     def metadata(self, only: Callable[[str], bool] | None = None) -> tuple[TensorMetadata, ...]:
         """Name, dtype and shape of each tensor of an export, in its order. Sends nothing; the same on every rank.

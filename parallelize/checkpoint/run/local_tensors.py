@@ -24,7 +24,7 @@ from parallelize.base.files.boxes import Box, box_of
 from parallelize.base.layout import even_interval, replicated
 from parallelize.base.mesh import EXPERT_AXES, MeshSpec, folded_coordinates
 from parallelize.checkpoint.format.device_pieces import code_of
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import AnyMesh, MeshView
 from parallelize.plan.model_facts import named_once
 from parallelize.state.full_values import master_weights
 from parallelize.state.records import mesh_of, pipeline_cut, record_of
@@ -116,25 +116,26 @@ class ModelOnMesh:
     Raises: ModelError `partial-mesh`.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh | None = None):
+    def __init__(self, module: nn.Module, mesh: AnyMesh | None = None):
         self.module, self.cut = module, pipeline_cut(module)
-        self.mesh = mesh if mesh is not None else mesh_of(module)
+        self.mesh = MeshView.of(mesh) if mesh is not None else mesh_of(module)
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        mesh_size = self.mesh.size() if self.mesh is not None else 1
+        mesh_size = self.mesh.size if self.mesh is not None else 1
         if mesh_size != world_size:
             what = f"{world_size} processes run, and the model's mesh has {mesh_size} of them"
             raise ModelError(Problem("partial-mesh", what, fix="pass mesh=, with an axis for every group of processes"))
-        self.spec = mesh_spec(self.mesh) if self.mesh is not None else None
-        self.coordinates: dict[str, int] = {}
-        if self.spec is not None and self.mesh is not None:
-            index = self.mesh.mesh.flatten().tolist().index(dist.get_rank())
-            self.coordinates = self.spec.coordinates(index)
+        self.spec = self.mesh.spec if self.mesh is not None else None
+        self.coordinates = self.mesh.spec.coordinates(self.mesh.position) if self.mesh is not None else {}
         record = record_of(module)
         folded = record.folded if record is not None else None
-        self.expert_spec = mesh_spec(folded) if folded is not None else None
+        self.expert_spec = folded.spec if folded is not None else None
         self.expert_coordinates: dict[str, int] = {}
         if self.spec is not None and self.expert_spec is not None:
             self.expert_coordinates = folded_coordinates(self.spec, self.expert_spec.size("ep"), self.coordinates)
+
+    def place(self, *axes: str) -> tuple[int, int]:
+        """(index, number) of this rank over the product of those of the axes that the mesh has."""
+        return self.mesh.place(*axes) if self.mesh is not None else (0, 1)
 
     def replica(self, axes: frozenset[str]) -> tuple[int, int]:
         """(index, number) of this rank among those that store the same elements of a tensor that `axes` shard."""

@@ -28,7 +28,7 @@ def run_metadata(on_mesh: ModelOnMesh) -> dict[str, Any]:
     plan = record.resolved.plan if record is not None else None
     return {
         "mesh": mesh_of(on_mesh),
-        "world_size": on_mesh.mesh.size() if on_mesh.mesh is not None else 1,
+        "world_size": on_mesh.mesh.size if on_mesh.mesh is not None else 1,
         "zero": data.zero if data is not None else None,
         "plan": {"name": plan.name, "digest": plan.digest()} if plan is not None else None,
         "model": model_metadata(on_mesh.module),

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.agreement import problem_from_json, problems_to_json
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
@@ -21,6 +20,7 @@ from parallelize.base.files.strict_json import read_json, write_json
 from parallelize.base.mesh import short_name
 from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.checkpoint.format.device_pieces import bytes_of
+from parallelize.comm.mesh_view import MeshView
 
 TIMEOUT_S = 1800.0
 _SHORT_BYTES = 4096
@@ -37,13 +37,13 @@ class RankSync:
             group if it is gloo's and has the same ranks.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, *, own_group: bool = True):
+    def __init__(self, mesh: MeshView | None = None, timeout_s: float = TIMEOUT_S, *, own_group: bool = True):
         self.ranks: list[int] = [0]
         self.group: Any = None
         self._borrowed = self.lost = False
         if dist.is_available() and dist.is_initialized():
             world = list(range(dist.get_world_size()))
-            self.ranks = mesh.mesh.flatten().tolist() if mesh is not None else world
+            self.ranks = mesh.ranks if mesh is not None else world
             if len(self.ranks) > 1:
                 self._borrowed = self.ranks == world and not own_group and dist.get_backend() == "gloo"
                 timeout = timedelta(seconds=timeout_s)

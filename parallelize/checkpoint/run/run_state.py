@@ -29,7 +29,6 @@ from parallelize.state.optimizers.muon import Muon
 from parallelize.state.randomness.dropout.draw_hooks import draw_clock
 from parallelize.state.randomness.generators import random_state, seed_generators, set_random_state
 from parallelize.state.randomness.streams import Streams
-from parallelize.state.stored_slices import data_rank
 
 
 def collect_position(on_mesh: ModelOnMesh, pipeline: Any) -> dict[str, Any]:
@@ -91,11 +90,11 @@ def decoded_streams(streams: Streams, saved: dict[str, Any], tensors: TensorSour
     An axis that one of the meshes does not have counts as an axis of size 1. Ranks at coordinates that did not exist
     before restart their streams from the seed.
     """
-    axes_here = tuple(streams.mesh.mesh_dim_names or ()) if streams.mesh is not None else ()
+    axes_here = streams.mesh.spec.names if streams.mesh is not None else ()
     saved_over = {name: tuple(axes) for name, axes in saved["over"].items()}
     over = {name: tuple(axis for axis in axes if axis in axes_here) for name, axes in saved_over.items()}
     over |= streams.declared
-    coordinates = {axis: streams.mesh.get_local_rank(axis) for axis in axes_here} if streams.mesh is not None else {}
+    coordinates = {axis: streams.mesh.index(axis) for axis in axes_here} if streams.mesh is not None else {}
     states = {}
     for name, axes in saved_over.items():
         new_indices = [coordinates[axis] for axis in over[name] if axis not in axes]
@@ -158,12 +157,12 @@ DATA = tuple(dict.fromkeys((*DATA_AXES, "dp_shard")))
 
 def _data_rank(on_mesh: ModelOnMesh) -> tuple[int, int]:
     """(index, number) of this rank among the data ranks."""
-    return data_rank(on_mesh.mesh, DATA) if on_mesh.mesh is not None else (0, 1)
+    return on_mesh.place(*DATA)
 
 
 def _sample_rank(on_mesh: ModelOnMesh) -> tuple[int, int]:
     """(index, number) of this rank among those that have different samples."""
-    return data_rank(on_mesh.mesh, SAMPLE_AXES) if on_mesh.mesh is not None else (0, 1)
+    return on_mesh.place(*SAMPLE_AXES)
 
 
 def rank_of(on_mesh: ModelOnMesh) -> int:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.terminal.console import FINE, REQUEUE
 from parallelize.checkpoint.run.rank_sync import RankSync
 from parallelize.checkpoint.run.stop_signals import SIGNALS, StopSignals
+from parallelize.comm.mesh_view import MeshView
 
 _log = logging.getLogger("parallelize")
 
@@ -37,7 +37,7 @@ class Stopping:
 
     def __init__(
         self,
-        mesh: DeviceMesh | None,
+        mesh: MeshView | None,
         grace_s: float,
         timeout_s: float,
         extras: int = 0,
@@ -110,7 +110,7 @@ class StopAgreement:
         largest: of each extra number, the largest over all ranks at the last boundary that was read.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, timeout_s: float, extras: int = 0):
+    def __init__(self, mesh: MeshView | None, timeout_s: float, extras: int = 0):
         self._sync = RankSync(mesh, timeout_s)
         self._pending: tuple[torch.Tensor, Any] | None = None
         self._before_s = time.monotonic()

@@ -156,8 +156,7 @@ def _first_output(parallel: ParallelModel, batch: dict[str, Any]) -> _Suspect | 
     with watched, suppress(ParallelizeError):  # of the loss that is not finite, which is known
         parallel.evaluate(**batch)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    names = parallel.mesh.mesh_dim_names or ()
-    stage = parallel.mesh.get_local_rank("pp") if "pp" in names else 0
+    stage = parallel.pipeline.mesh.index("pp")
     suspects = [_Suspect(0 if clean else 1, stage, order, rank, name) for order, (name, clean) in enumerate(outputs)]
     return min(suspects, default=None)
 

@@ -18,6 +18,7 @@ from parallelize.base.agreement import problem_from_json, problems_to_json
 from parallelize.base.errors import CheckpointError, DataError, LaunchError, ParallelizeError
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.stopping import Stopping
+from parallelize.comm.mesh_view import MeshView
 from parallelize.launch.config.resumed_keys import may_differ
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.config.run_config_file import naming
@@ -56,7 +57,7 @@ class RunEnvironment:
 
 def build_run(config: RunConfig, around: RunEnvironment, stack: ExitStack) -> TrainLoop:
     """A loop that is ready to run; `stack` closes what it opens. A collective."""
-    stopping = Stopping(around.mesh, config.grace_s, config.timeout_s, extras=1)
+    stopping = Stopping(MeshView(around.mesh), config.grace_s, config.timeout_s, extras=1)
     stack.callback(stopping.close)
     parallel, num_parameters, names = build_model(config, around)
     with naming(config, "data"):
@@ -160,7 +161,7 @@ def _metrics(config: RunConfig, around: RunEnvironment, num_parameters: int) -> 
 def note_peaks(loop: TrainLoop, around: RunEnvironment) -> None:
     """Put each rank's peak memory, and what was predicted, on the page. A collective."""
     mesh = around.mesh
-    pp_rank = mesh.get_local_rank("pp") if "pp" in (mesh.mesh_dim_names or ()) else 0
+    pp_rank = MeshView(mesh).index("pp")
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, (pp_rank, used_bytes(around.device)))
     if loop.metrics.page is not None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.base.torch_private.torch_tensors import TorchDispatchMode
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 
 _MODULE = "module "
 _RECEIVES = "recv"  # they are posted before their sender has begun, so that their time is that of the sender
@@ -90,15 +89,9 @@ def axes_by_group(mesh: DeviceMesh) -> dict[str, str]:
     """Name of a process group to the axes along which its ranks differ, such as `dp*cp`; of all ranks, `world`."""
     if not dist.is_initialized():
         return {}
-    spec, flat = mesh_spec(mesh), mesh.mesh.flatten().tolist()
-    position = flat.index(dist.get_rank())
-    wide = [axis for axis in spec.names if spec.size(axis) > 1]
-    axes_of: dict[tuple[int, ...], str] = {}
-    for count in range(len(wide), 0, -1):
-        for axes in combinations(wide, count):
-            axes_of[tuple(sorted(flat[index] for index in spec.group_of(position, *axes)))] = "*".join(axes)
-    names = {group: tuple(sorted(dist.get_process_group_ranks(group))) for group in private_groups.known_groups()}
-    return {group.group_name: axes_of.get(ranks, "world") for group, ranks in names.items()}
+    view = MeshView.of(mesh)
+    ranks_of = {group.group_name: dist.get_process_group_ranks(group) for group in private_groups.known_groups()}
+    return {name: "*".join(view.axes_along(ranks)) or "world" for name, ranks in ranks_of.items()}
 
 
 @contextmanager

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.providers import provider
+from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.state.guards.early_optimizers import refuse_early_optimizers
@@ -67,11 +67,15 @@ class Guarded:
     """
 
     module: nn.Module
-    mesh: DeviceMesh | None = None
-    folded: DeviceMesh | None = None
+    mesh: MeshView | None = None
+    folded: MeshView | None = None
     plan: ResolvedPlan | None = None
     facts: ModelFacts | None = None
     replaced: Collection[str] | None = None
+
+    def has_several(self, *axes: str) -> bool:
+        """Whether the mesh is known, and has several ranks along one of the axes."""
+        return self.mesh is not None and self.mesh.spec.ranks(*axes) > 1
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,8 @@ def set_up(moment: str, model: Guarded) -> None:
             guard.set_up(model)
 
 
-def _meshes(model: Guarded) -> list[Any]:
-    return [mesh for mesh in (model.mesh, model.folded) if mesh is not None]
+def _meshes(model: Guarded) -> list[DeviceMesh]:
+    return [mesh.device_mesh for mesh in (model.mesh, model.folded) if mesh is not None]
 
 
 add_guards(

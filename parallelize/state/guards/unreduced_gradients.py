@@ -13,9 +13,9 @@ import weakref
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.errors import ModelError, Problem
+from parallelize.comm.mesh_view import MeshView
 from parallelize.state.records import applied, mark_applied
 
 _FIX = "shard_data(model, mesh) before the first backward"
@@ -39,7 +39,7 @@ class GradientGuard:
         problem: why gradients of its parameters are not reduced; None: they are, and only those of deep copies are not.
     """
 
-    def __init__(self, owner: nn.Module, mesh: DeviceMesh, problem: Problem | None):
+    def __init__(self, owner: nn.Module, mesh: MeshView, problem: Problem | None):
         self.owner, self.mesh, self.problem = weakref.ref(owner), mesh, problem
         self._handles: list[Any] = []
 
@@ -64,7 +64,7 @@ class GradientGuard:
         return guard
 
 
-def guard_gradients(root: nn.Module, mesh: DeviceMesh, problem: Problem | None) -> None:
+def guard_gradients(root: nn.Module, mesh: MeshView, problem: Problem | None) -> None:
     """Guard every parameter of a model: see `GradientGuard`. An earlier guard ends."""
     for owner in root.modules():
         earlier = applied(owner).gradient_guard

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from parallelize.base.errors import GradientError, Problem, short_list
 from parallelize.base.layout import even_interval
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.comm.groups import Group, axis_group, first_alike
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.groups import Group, first_alike
 from parallelize.state.layout_tensor.layout_shard import layout_axis
 from parallelize.state.records import Shared, applied, mark_of, mesh_of, pipeline_cut
 from parallelize.state.sharding import shared_of_parameters
@@ -144,9 +143,9 @@ def _nonfinite(source: Any, norm_type: float, total: torch.Tensor) -> GradientEr
         names = [n for n, p in source.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
         by_rank: list[Any] = [names]
         mesh = mesh_of(source)
-        if mesh is not None and mesh.size() > 1:
-            by_rank = [None] * mesh.size()
-            dist.all_gather_object(by_rank, names, group=axis_group(mesh, *mesh_spec(mesh).names))
+        if mesh is not None and mesh.size > 1:
+            by_rank = [None] * mesh.size
+            dist.all_gather_object(by_rank, names, group=mesh.world.pg)
         rows = [(f"rank {rank}", short_list(names, 4)) for rank, names in enumerate(by_rank) if names][:16]
     what = f"the gradient norm of order {norm_type} is {total.item()}, so gradients cannot be clipped"
     fix = "nothing was changed: skip this batch, or check the scale of the loss"

@@ -12,29 +12,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.comm.groups import Group, axis_group
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.state.tensor_tables import TensorTable
 
-_STAGED: TensorTable[DeviceMesh] = TensorTable()  # parameters of pipeline stages
-_MESHES: weakref.WeakKeyDictionary[Optimizer, DeviceMesh] = weakref.WeakKeyDictionary()
+_STAGED: TensorTable[MeshView] = TensorTable()  # parameters of pipeline stages
+_MESHES: weakref.WeakKeyDictionary[Optimizer, MeshView] = weakref.WeakKeyDictionary()
 
 
-def agree_on_overflow(optimizer: Optimizer, mesh: DeviceMesh) -> None:
+def agree_on_overflow(optimizer: Optimizer, mesh: MeshView) -> None:
     """Let a `GradScaler` that unscales this optimizer's gradients look at those of all ranks of the mesh.
 
     Cost: building it sends nothing; the scaler's `unscale_` (or `step`) then ends with an all-reduce of one number.
     """
-    if mesh.size() > 1:
+    if mesh.size > 1:
         _MESHES[optimizer] = mesh
         _install()
 
 
-def agree_over_stages(parameter: Any, mesh: DeviceMesh) -> None:
+def agree_over_stages(parameter: Any, mesh: MeshView) -> None:
     """Let a `GradScaler` look at all ranks of the mesh where it unscales any optimizer that has this parameter of a
     stage.
 
@@ -57,15 +55,15 @@ def _wrapped(stock: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable
     return unscale_grads
 
 
-def _mesh_of_stages(optimizer: Optimizer) -> DeviceMesh | None:
+def _mesh_of_stages(optimizer: Optimizer) -> MeshView | None:
     """The mesh of a pipeline with a stage that an optimizer of the user's own steps."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return next((mesh for parameter in parameters if (mesh := _STAGED.get(parameter)) is not None), None)
 
 
-def _max_over_ranks(overflows: dict[torch.device, torch.Tensor], mesh: DeviceMesh) -> dict[torch.device, torch.Tensor]:
+def _max_over_ranks(overflows: dict[torch.device, torch.Tensor], mesh: MeshView) -> dict[torch.device, torch.Tensor]:
     """1 on the first device where any rank has an overflow on any of its devices; ranks without gradients take part."""
-    group = Group(axis_group(mesh, *mesh_spec(mesh).names))
+    group = mesh.world
     device = next(iter(overflows), None) or group.device
     local = [overflow.reshape(()).to(device) for overflow in overflows.values()]
     worst = torch.stack(local).max() if local else torch.zeros((), device=device)

@@ -15,8 +15,7 @@ from torch.optim.adamw import adamw
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.files.boxes import box_of
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.comm.groups import Group, axis_group
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.groups import Group
 from parallelize.state.layout_tensor.layout_dtensor import wrap_like
 from parallelize.state.optimizers.matrices import (
     COEFFICIENTS,
@@ -241,10 +240,10 @@ def _number(lr: Any) -> float:
 def _stage_group(module: nn.Module) -> Group | None:
     """The ranks that have the same parameters, or shards of them: all but those of other pipeline stages."""
     mesh = mesh_of(module)
-    if mesh is None or mesh.size() == 1:
+    if mesh is None or mesh.size == 1:
         return None
-    axes = [axis for axis in mesh_spec(mesh).names if axis != "pp"]
-    return Group(axis_group(mesh, *axes)) if axes else None
+    axes = [axis for axis in mesh.spec.names if axis != "pp"]
+    return mesh.group(*axes) if axes else None
 
 
 def _check(lr: Any, momentum: float, adjust: str | None, split: Mapping[str, str]) -> None:

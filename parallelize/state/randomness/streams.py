@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from parallelize.base.errors import MeshError, ModelError, Problem, did_you_mean
+from parallelize.comm.mesh_view import AnyMesh, MeshView
 from parallelize.ops.random.counter import key
 from parallelize.state.randomness.generators import State, check_state, continue_from, random_state, seed_generators
 
@@ -36,8 +35,8 @@ class Streams(Mapping[str, State]):
     No communication.
     """
 
-    def __init__(self, seed: int, mesh: DeviceMesh | None = None):
-        self.seed, self.mesh = seed, mesh
+    def __init__(self, seed: int, mesh: AnyMesh | None = None):
+        self.seed, self.mesh = seed, MeshView.of(mesh) if mesh is not None else None
         self._over: dict[str, tuple[str, ...]] = {}
         self._states: dict[str, State] = {}
         self._open: list[str] = []
@@ -53,7 +52,7 @@ class Streams(Mapping[str, State]):
         Raises: MeshError `unknown-axis`; ModelError `stream-declared` if the name is declared with other axes.
         """
         axes = tuple(differs_over)
-        known = tuple(self.mesh.mesh_dim_names or ()) if self.mesh is not None else ()
+        known = self.mesh.spec.names if self.mesh is not None else ()
         for axis in axes:
             if axis not in known:
                 what = f"stream {name!r} is declared to differ over {axis!r}, and the mesh has the axes {list(known)}"
@@ -138,7 +137,7 @@ class Streams(Mapping[str, State]):
         """This rank's indices along the axes over which a stream differs."""
         if self.mesh is None:
             return []
-        return [self.mesh.get_local_rank(axis) for axis in self._over[name]]
+        return [self.mesh.index(axis) for axis in self._over[name]]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: numbers, text and small tensors, which `torch.load(weights_only=True)` can read.

@@ -18,13 +18,12 @@ from parallelize.axes.tensor.overlap_sites import planned_call_sites
 from parallelize.axes.vocabulary.logits.sharded_logits import ShardedLogits
 from parallelize.axes.vocabulary.loss.losses import cross_entropy
 from parallelize.base.errors import ModelError, ParallelizeError, Problem
-from parallelize.base.mesh import SAMPLE_AXES
+from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.model_facts import describe
 from parallelize.plan.models.model_source import copy_of
 from parallelize.plan.models.nested_tensors import floating_in
 from parallelize.plan.resolve import resolve
 from parallelize.state.stage_values import stored_like, unsharded
-from parallelize.state.stored_slices import data_rank
 from parallelize.tools.verification.compare import Errors, ReferenceValues, compare_named
 from parallelize.tools.verification.configuration import Comparison, Configuration, Mode
 from parallelize.tools.verification.module_trace import ModuleTrace, ModuleTracer, local_copy
@@ -78,7 +77,7 @@ class _RankModel:
         configuration = comparison.configurations[0]
         self.mode, self.bound = comparison.mode, bound
         self.model = copy_of(configuration.model)
-        self.data_rank, self.data_size = data_rank(mesh, SAMPLE_AXES)
+        self.data_rank, self.data_size = MeshView(mesh).sample_place
         self.input_gradients = InputGradients(self.model, comparison.references[0].embedding)
         self.recorder = _OutputRecorder(configuration, self.model)
         self.applied = apply(configuration, comparison.mode, self.model, mesh, self.recorder)

@@ -21,9 +21,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from parallelize.base.errors import CheckpointError, DataError, Problem, ShapeError
-from parallelize.base.mesh import SAMPLE_AXES
+from parallelize.comm.mesh_view import MeshView
 from parallelize.ops.random.counter import Key, bits, key
-from parallelize.state.stored_slices import data_rank
 
 _FIELDS = ("seed", "epoch", "batches_done", "num_samples", "global_batch_size", "shuffle", "drop_last")
 
@@ -63,7 +62,7 @@ class GlobalBatches(Sampler[list[int]]):
     ):
         self.num_samples, self.global_batch_size = num_samples, global_batch_size
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
-        self.data_index, self.data_ranks = (0, 1) if mesh is None else data_rank(mesh, SAMPLE_AXES)
+        self.data_index, self.data_ranks = (0, 1) if mesh is None else MeshView.of(mesh).sample_place
         self.epoch = self.batches_done = 0
         self._tracked = False
         self._check_sizes()

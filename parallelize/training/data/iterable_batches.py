@@ -25,10 +25,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from parallelize.base.errors import CheckpointError, DataError, Problem, ShapeError
-from parallelize.base.mesh import SAMPLE_AXES
 from parallelize.base.torch_private.torch_tensors import hidden_worker_info
+from parallelize.comm.mesh_view import MeshView
 from parallelize.ops.random.counter import key
-from parallelize.state.stored_slices import data_rank
 from parallelize.training.data.sample_reader import SampleReader, Source, check_source, not_a_position
 
 
@@ -66,7 +65,7 @@ class IterableBatches:
         listed = list(sources) if isinstance(sources, list | tuple) else [sources]
         self.global_batch_size, self.num_sources = global_batch_size, len(listed)
         self.repeat = len(listed) > 1 if repeat is None else repeat
-        self.data_index, self.data_ranks = (0, 1) if mesh is None else data_rank(mesh, SAMPLE_AXES)
+        self.data_index, self.data_ranks = (0, 1) if mesh is None else MeshView.of(mesh).sample_place
         for index, source in enumerate(listed):
             check_source(source, f"source {index}")
         self._check()

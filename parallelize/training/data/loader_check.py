@@ -10,13 +10,11 @@ from functools import wraps
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from parallelize.base.errors import DataError, ModelError, Problem
-from parallelize.base.mesh import SAMPLE_AXES
 from parallelize.base.patches import active as patches
-from parallelize.state.stored_slices import data_rank
+from parallelize.comm.mesh_view import AnyMesh, MeshView
 
 log = logging.getLogger("parallelize")
 _SHARDED_BY = (
@@ -31,7 +29,7 @@ _INSIDE = ("batch_sampler", "sampler", "dataset", "_distributed", "batches", "lo
 _STOCK = (SequentialSampler, RandomSampler)
 
 
-def check_loader(loader: Any, mesh: Any) -> None:
+def check_loader(loader: Any, mesh: AnyMesh) -> None:
     """Refuse a loader that divides its samples over other ranks than the data ranks of the mesh, or twice.
 
     `DistributedSampler`, accelerate's `prepare` and `split_dataset_by_node` divide over all processes unless told
@@ -46,7 +44,7 @@ def check_loader(loader: Any, mesh: Any) -> None:
     Raises: DataError `loader-over-world`, with the numbers of both; `divided-twice`.
     Cost: no communication.
     """
-    index, count = data_rank(mesh, SAMPLE_AXES)
+    index, count = MeshView.of(mesh).sample_place
     parts = list(_parts(loader))
     for part in parts:
         for count_name, index_name in _SHARDED_BY:
@@ -131,10 +129,10 @@ def _over_world_problem(part: Any, its: tuple[int, int], here: tuple[int, int], 
 # forward compares its inputs.
 
 
-_PLANNED: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()
+_PLANNED: weakref.WeakKeyDictionary[nn.Module, MeshView] = weakref.WeakKeyDictionary()
 
 
-def guard_accelerate(module: nn.Module, mesh: DeviceMesh) -> None:
+def guard_accelerate(module: nn.Module, mesh: MeshView) -> None:
     """Let `Accelerator.prepare` refuse this model (ModelError `prepared-by-accelerate`), and, while it is the newest
     one, loaders that would give the ranks of one data rank other samples (DataError `loader-over-world`), and schedules
     that would be stepped too often. Inference (`evaluation_mode=True`) and optimizers are prepared as ever.
@@ -178,7 +176,7 @@ def _preparing_loader(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _preparing_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def prepare_scheduler(self: Any, scheduler: Any) -> Any:
-        data_ranks = {data_rank(mesh, SAMPLE_AXES)[1] for mesh in _newest()}
+        data_ranks = {mesh.sample_place[1] for mesh in _newest()}
         per_step = 1 if self.split_batches or not self.step_scheduler_with_optimizer else self.num_processes
         if data_ranks and per_step not in {1, *data_ranks}:
             what = f"accelerate would step the schedule {per_step} times in each step, once for each process"
@@ -189,7 +187,7 @@ def _preparing_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_scheduler
 
 
-def _newest() -> list[DeviceMesh]:
+def _newest() -> list[MeshView]:
     """The mesh of the model that was planned last and still lives, if there is one: loaders and schedules name no
     model."""
     return list(_PLANNED.values())[-1:]

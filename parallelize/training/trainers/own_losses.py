@@ -18,8 +18,6 @@ from typing import Any
 import torch
 
 from parallelize.base.errors import ModelError, Problem
-from parallelize.base.mesh import SAMPLE_AXES
-from parallelize.state.stored_slices import data_rank
 
 T = torch.Tensor
 _STOCK = ("transformers.", "trl.", "parallelize.")
@@ -58,7 +56,7 @@ def checked_parts(trainer: Any, count: Any) -> Iterator[None]:
     Raises: ModelError `trainer-option`, on every rank, before its backward.
     """
     own, function = own_compute_loss(trainer), trainer.compute_loss_func
-    several = data_rank(trainer.mesh, SAMPLE_AXES)[1] > 1
+    several = trainer.mesh_view.sample_place[1] > 1
     if own is None and several and function is not None and not reads_count(function):
         raise _refused(trainer, "compute_loss_func")
     if own is None or not several or (count is not None and reads_count(own)):

@@ -10,10 +10,7 @@ from torch.utils.data import IterableDataset
 
 from parallelize.axes.pipeline.parallel_model import ParallelModel
 from parallelize.base.errors import DataError, MeshError, ModelError, Problem
-from parallelize.base.mesh import SAMPLE_AXES
-from parallelize.comm.meshes import mesh_spec
 from parallelize.state.records import resolution_of
-from parallelize.state.stored_slices import data_rank
 from parallelize.training.trainers.own_losses import own_compute_loss
 
 SAMPLING = ("random", "sequential")
@@ -61,7 +58,7 @@ def refuse_other_trainers(trainer: Any, served: Collection[str]) -> None:
 
 def refuse_other_meshes(parallel: ParallelModel, args: Any) -> None:
     """Raises: MeshError `trainer-mesh` for a mesh that is not of all processes that the trainer knows."""
-    spec = mesh_spec(parallel.mesh)
+    spec = parallel.pipeline.mesh.spec
     if args.world_size != spec.world_size:
         what = f"the mesh has {spec.world_size} ranks, and the trainer sees {args.world_size} processes"
         raise MeshError(
@@ -160,7 +157,7 @@ def refuse_own_losses(trainer: Any) -> None:
 def _refused_over_cp(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
     """Settings that read labels and logits of the same tokens: over `cp` logits are those of a rank, labels those of
     all."""
-    if trainer.parallel.mesh is None or mesh_spec(trainer.parallel.mesh).ranks("cp") == 1:
+    if trainer.mesh_view.spec.ranks("cp") == 1:
         return
     fix = "the loss of the model, which takes labels of full sequences; or a mesh without cp"
     yield _Refused("compute_loss_func on a mesh with cp", keywords.get("compute_loss_func") is not None, fix)
@@ -183,7 +180,7 @@ def refuse_uncounted(trainer: Any, count: Any) -> None:
 
     Raises: ModelError `trainer-option`.
     """
-    if count is not None or data_rank(trainer.mesh, SAMPLE_AXES)[1] == 1:
+    if count is not None or trainer.mesh_view.sample_place[1] == 1:
         return
     if trainer.label_smoother is not None:
         model = type(trainer.model).__name__

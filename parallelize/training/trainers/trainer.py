@@ -27,7 +27,7 @@ from parallelize.axes.pipeline.batch_reader import token_loss
 from parallelize.axes.pipeline.parallel_model import ParallelModel
 from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.comm.handshake import agree_on
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.models.label_loss import label_loss
 from parallelize.plan.models.wrapped_models import forward_signature, stock_model
 from parallelize.state.loop.accumulate import accumulate_gradients
@@ -39,7 +39,7 @@ from parallelize.training.trainers import served_options as served
 from parallelize.training.trainers.own_losses import checked_parts
 from parallelize.training.trainers.trainer_checkpoints import TrainerCheckpoints
 from parallelize.training.trainers.trainer_evaluation import TrainerEvaluation, data_group, over_sequences
-from parallelize.training.trainers.trainer_loaders import TrainerLoaders, data_rank_of
+from parallelize.training.trainers.trainer_loaders import TrainerLoaders
 
 T = torch.Tensor
 
@@ -87,7 +87,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         served.refuse_other_trainers(self, self.served_of_trl)
         served.refuse_other_versions(self, ParallelTrainer, OVERRIDDEN)
         self.parallel = model
-        self.has_stages = mesh_spec(model.mesh).ranks("pp") > 1
+        self.has_stages = model.pipeline.mesh.spec.ranks("pp") > 1
         args = args if args is not None else _default_arguments()
         served.refuse_other_meshes(model, args)
         served.refuse_options(self, args, keywords)
@@ -105,6 +105,11 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
     def mesh(self) -> Any:
         """The mesh of the model."""
         return self.parallel.mesh
+
+    @property
+    def mesh_view(self) -> MeshView:
+        """The mesh as this rank sees it."""
+        return self.parallel.pipeline.mesh
 
     def _accepts_loss_keywords(self) -> bool:
         """Whether the model's loss is a sum over labels, divided by the count it is passed. Others take the count and
@@ -155,10 +160,10 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         """The optimizer, its scheduler and the state of a checkpoint. accelerate wraps no model here, and divides no
         data."""
         stock: Any = self
-        with agree_on(self.mesh) as facts:
+        with agree_on(self.mesh_view) as facts:
             facts |= self._facts(max_steps)
             served.refuse_own_losses(self)
-            check_loader(train_dataloader, self.mesh)
+            check_loader(train_dataloader, self.mesh_view)
         if stock._created_lr_scheduler:
             stock.lr_scheduler, stock._created_lr_scheduler = None, False
         self.create_optimizer()
@@ -213,7 +218,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
             checked_parts(self, num_items_in_batch) if first else nullcontext(),
         ):
             loss = stock.training_step(model, inputs, num_items_in_batch)
-        return self._sum_over_data_ranks(over_sequences(loss, self.mesh))
+        return self._sum_over_data_ranks(over_sequences(loss, self.mesh_view))
 
     def _step_of_stages(self, model: Any, inputs: dict[str, Any]) -> T:
         """The stages of a pipeline run a step together; the last one computes the loss."""
@@ -256,13 +261,13 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         number, self._forwards = self._forwards, self._forwards + 1
         if clock is None or number >= len(self._rows):
             return nullcontext()
-        index, data_ranks = data_rank_of(self.mesh)
+        index, data_ranks = self.mesh_view.sample_place
         first = data_ranks * sum(self._rows[:number]) + index * self._rows[number]
         return clock.at(Position(state.global_step, first, self._rows[number]))
 
     def _sum_over_data_ranks(self, value: T) -> T:
         """The sum over the data ranks."""
-        group = data_group(self.mesh)
+        group = data_group(self.mesh_view)
         if group is None:
             return value
         total = value.detach().clone()
@@ -281,7 +286,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """Of this rank's `inputs`: the ranks of tp and cp do the work of one together."""
         stock: Any = super()
-        spec = mesh_spec(self.mesh)
+        spec = self.mesh_view.spec
         return stock.floating_point_ops(inputs) / (spec.ranks("tp") * spec.ranks("cp"))
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -290,14 +295,14 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         state = cast(Any, self).state
         before = state.num_input_tokens_seen
         stock._track_num_input_tokens(inputs)
-        copies = self.mesh.size() // data_rank_of(self.mesh)[1]
+        copies = self.mesh_view.size // self.mesh_view.sample_place[1]
         state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // copies
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def _set_batch_size(self, args: Any, global_batch_size: int | None) -> None:
         """Samples of one forward, from those of an optimizer step; pipelines accumulate over their microbatches."""
-        data_ranks = data_rank_of(self.mesh)[1]
+        data_ranks = self.mesh_view.sample_place[1]
         if global_batch_size is not None:
             parts = data_ranks * args.gradient_accumulation_steps
             if global_batch_size % parts:

@@ -172,13 +172,13 @@ def write_weights(parallel: Any, folder: Path) -> None:
     """
     writing = folder / _WRITING
     first = dist.get_rank() == 0
-    with agree_on(parallel.mesh):
+    with agree_on(parallel.pipeline.mesh):
         if first:
             shutil.rmtree(writing, ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
     save = save_adapter if has_adapters(parallel.module) else save_pretrained
     save(parallel, writing)
-    with agree_on(parallel.mesh):
+    with agree_on(parallel.pipeline.mesh):
         if first:
             for path in [path for pattern in _WEIGHTS for path in folder.glob(pattern)]:
                 path.unlink()

@@ -17,10 +17,8 @@ from parallelize.axes.vocabulary.logits.sharded_logits import ShardedLogits
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.mesh import SAMPLE_AXES
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.comm.groups import axis_group
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.models.label_loss import label_loss
-from parallelize.training.trainers.trainer_loaders import data_rank_of
 
 T = torch.Tensor
 IGNORED = -100
@@ -53,7 +51,7 @@ class TrainerEvaluation:
             return self._predict_on_stages(inputs, prediction_loss_only, ignore_keys or [])
         stock: Any = super()
         loss, logits, labels = stock.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        loss = over_sequences(loss, self.parallel.mesh) if loss is not None else None
+        loss = over_sequences(loss, self.parallel.pipeline.mesh) if loss is not None else None
         return loss, private.tree_map(self._full, logits), labels
 
     def _full(self, value: Any) -> Any:
@@ -66,7 +64,7 @@ class TrainerEvaluation:
         count = getattr(self._evaluated, "samples", None)
         if self._repeats_losses and count:
             count = None
-        group = data_group(self.parallel.mesh)
+        group = data_group(self.parallel.pipeline.mesh)
         return private.tree_map(lambda tensor: _rows_of_ranks(tensor, count, group), tensors)
 
     def _predict_on_stages(
@@ -86,7 +84,7 @@ class TrainerEvaluation:
         value = _joined(self._full, outputs, weights, size, None if loss_only else ignored)
         last = pipeline.schedule.stage_ranks[-1]
         loss, logits = broadcast_nested(value, pipeline.group, pipeline.device, last)
-        loss = over_sequences(loss, self.parallel.mesh) if loss is not None else None
+        loss = over_sequences(loss, self.parallel.pipeline.mesh) if loss is not None else None
         return loss, logits, None if loss_only else labels
 
     def _weights(self, batch: dict[str, Any], labels: Any, parts: int) -> list[float]:
@@ -161,19 +159,18 @@ def _gather_tokens(parallel: Any, value: Any) -> Any:
     return gather_sequence(parallel, value)
 
 
-def over_sequences(loss: T, mesh: Any) -> T:
+def over_sequences(loss: T, mesh: MeshView) -> T:
     """The sum over `cp` of the parts of a loss: each of its ranks has computed that of its tokens."""
-    if mesh_spec(mesh).ranks("cp") == 1:
+    if mesh.spec.ranks("cp") == 1:
         return loss
     total = loss.detach().clone()
-    dist.all_reduce(total, group=axis_group(mesh, "cp"))
+    dist.all_reduce(total, group=mesh.group("cp").pg)
     return total
 
 
-def data_group(mesh: Any) -> Any:
+def data_group(mesh: MeshView) -> Any:
     """The ranks that get other samples; None where there is one data rank."""
-    axes = [axis for axis in SAMPLE_AXES if axis in mesh_spec(mesh).names]
-    return axis_group(mesh, *axes) if data_rank_of(mesh)[1] > 1 else None
+    return mesh.group(*SAMPLE_AXES).pg if mesh.sample_place[1] > 1 else None
 
 
 def _rows_of_ranks(tensor: T, count: int | None, group: Any) -> T:

@@ -11,8 +11,7 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, Sampler
 
 from parallelize.base.errors import Problem, ShapeError
-from parallelize.base.mesh import SAMPLE_AXES
-from parallelize.state.stored_slices import data_rank
+from parallelize.comm.mesh_view import MeshView
 from parallelize.training.data.global_batches import GlobalBatches
 from parallelize.training.trainers.served_options import refuse_iterated
 
@@ -43,7 +42,7 @@ class TrainerLoaders:
         )
         dataset, options = self._loading(self.train_dataset, "Training")
         seeded = partial(
-            _seed_worker, num_workers=args.dataloader_num_workers, rank=data_rank_of(self.parallel.mesh)[0]
+            _seed_worker, num_workers=args.dataloader_num_workers, rank=self.parallel.pipeline.mesh.sample_place[0]
         )
         options |= dict(persistent_workers=args.dataloader_persistent_workers, worker_init_fn=seeded)
         loader: Any = DataLoader(dataset, batch_sampler=batches, **options)
@@ -66,12 +65,13 @@ class TrainerLoaders:
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, over all data ranks."""
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps * data_rank_of(self.parallel.mesh)[1]
+        data_ranks = self.parallel.pipeline.mesh.sample_place[1]
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks
 
     def _evaluation_loader(self, dataset: Any, description: str) -> DataLoader:
         refuse_iterated(dataset, description.lower())
         batches = EvaluationBatches(
-            len(dataset), self.args.per_device_eval_batch_size, data_rank_of(self.parallel.mesh)
+            len(dataset), self.args.per_device_eval_batch_size, self.parallel.pipeline.mesh.sample_place
         )
         dataset, options = self._loading(dataset, description)
         return EvaluationLoader(dataset, batches, **options)
@@ -91,11 +91,6 @@ class TrainerLoaders:
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,
         )
-
-
-def data_rank_of(mesh: Any) -> tuple[int, int]:
-    """(index, number) of this data rank: ranks that get other samples."""
-    return data_rank(mesh, SAMPLE_AXES)
 
 
 def _is_hub_dataset(dataset: Any) -> bool:
@@ -143,7 +138,7 @@ class MicroBatches(Sampler[list[int]]):
         mesh: Any,
     ):
         size = global_batch_size // accumulated
-        rest, data_ranks = num_samples % size, data_rank(mesh, SAMPLE_AXES)[1]
+        rest, data_ranks = num_samples % size, MeshView.of(mesh).sample_place[1]
         if not drop_last and rest % data_ranks:
             what = f"the last {rest} samples of an epoch cannot be split over {data_ranks} data ranks"
             raise ShapeError(

@@ -10,6 +10,7 @@ import pytest
 from parallelize.base.errors import CheckpointError
 from parallelize.base.mesh import MeshSpec
 from parallelize.checkpoint.run import run_state
+from parallelize.comm.mesh_view import MeshView
 from tests.training.data.test_global_batches import Mesh
 
 
@@ -28,7 +29,7 @@ def ranks_of(**sizes: int):
     spec = MeshSpec(**sizes)
     for rank in range(spec.world_size):
         at = spec.coordinates(rank)
-        yield SimpleNamespace(mesh=Mesh(sizes, **at), coordinates=at, spec=spec)
+        yield SimpleNamespace(place=MeshView(Mesh(sizes, **at)).place, coordinates=at, spec=spec)
 
 
 def saved_by(positions, **sizes: int):

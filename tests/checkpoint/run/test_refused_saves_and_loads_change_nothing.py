@@ -15,7 +15,7 @@ from tests.checkpoint.small_checkpoints import linear, saved, slug_of
 
 def test_a_wrapper_around_a_parallel_model_is_refused():
     inner = linear()
-    mark_applied(inner, data=SimpleNamespace(mesh=SimpleNamespace(size=lambda: 1)))
+    mark_applied(inner, data=SimpleNamespace(mesh=SimpleNamespace(size=1)))
     assert slug_of(lambda: bare(nn.Sequential(inner))) == "wrapped-model"
     assert bare(inner) is inner
 

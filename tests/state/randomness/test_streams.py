@@ -19,13 +19,13 @@ from parallelize.state.randomness.streams import Streams
 class Mesh:
     """The little that streams ask of a `DeviceMesh`."""
 
-    mesh_dim_names = ("dp", "tp")
+    mesh_dim_names, shape = ("dp", "tp"), (8, 8)
 
-    def __init__(self, **places: int):
-        self.places = places
+    def __init__(self, dp: int, tp: int):
+        self.places = dp, tp
 
-    def get_local_rank(self, axis: str) -> int:
-        return self.places[axis]
+    def get_local_rank(self, dim: int) -> int:
+        return self.places[dim]
 
 
 def draws() -> tuple[float, ...]:

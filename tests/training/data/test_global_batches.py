@@ -23,14 +23,11 @@ class Mesh:
     """The part of a DeviceMesh that GlobalBatches uses."""
 
     def __init__(self, sizes: dict[str, int], **coordinates: int):
-        self.mesh_dim_names, self.sizes = tuple(sizes), tuple(sizes.values())
-        self.coordinates = {name: coordinates.get(name, 0) for name in sizes}
+        self.mesh_dim_names, self.shape = tuple(sizes), tuple(sizes.values())
+        self.coordinates = [coordinates.get(name, 0) for name in sizes]
 
-    def size(self, dim: int) -> int:
-        return self.sizes[dim]
-
-    def get_local_rank(self, name: str) -> int:
-        return self.coordinates[name]
+    def get_local_rank(self, dim: int) -> int:
+        return self.coordinates[dim]
 
 
 def data_mesh(rank: int, ranks: int) -> Mesh:

@@ -16,6 +16,7 @@ from parallelize.base.errors import CheckpointError, DataError, ShapeError
 from parallelize.base.torch_private.torch_tensors import hidden_worker_info, in_data_worker
 from parallelize.checkpoint.format.json_codec import decode, encode
 from parallelize.checkpoint.run import run_state
+from parallelize.comm.mesh_view import MeshView
 from parallelize.state.randomness.generators import _uses_cuda
 from parallelize.training.data.iterable_batches import IterableBatches, _Samples
 from parallelize.training.data.packing import PackedDocuments
@@ -196,12 +197,12 @@ def test_a_checkpoint_merges_the_states_of_its_data_ranks():
     for rank in range(2):
         batches = IterableBatches(sources("resumable"), 12, mesh=data_mesh(rank, 2))
         first(batches, 2)
-        on_mesh = SimpleNamespace(mesh=data_mesh(rank, 2), coordinates={"dp": rank, "tp": 0})
+        on_mesh = SimpleNamespace(place=MeshView(data_mesh(rank, 2)).place, coordinates={"dp": rank, "tp": 0})
         saved |= json.loads(json.dumps(run_state.collect_data(on_mesh, batches, None)))
     assert set(saved) == {"0", "1"}
     parts = [IterableBatches(sources("resumable"), 12, mesh=data_mesh(rank, 3)) for rank in range(3)]
     for rank, part in enumerate(parts):
-        on_mesh = SimpleNamespace(mesh=data_mesh(rank, 3), coordinates={"dp": rank, "tp": 0})
+        on_mesh = SimpleNamespace(place=MeshView(data_mesh(rank, 3)).place, coordinates={"dp": rank, "tp": 0})
         part.load_state_dict(run_state.decoded_data(on_mesh, part, saved, None))
     assert [flat(samples) for samples in zip(*(first(part, 2) for part in parts), strict=True)] == expected[2:]
 

@@ -4,12 +4,12 @@ refuse it."""
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from parallelize.base.errors import ModelError
+from parallelize.comm.mesh_view import MeshView
 from parallelize.training.trainers.own_losses import checked_parts, is_multiple, own_compute_loss, reads_count
 from parallelize.training.trainers.served_options import refuse_own_losses
 from tests.support.refused import small_mesh
@@ -46,8 +46,7 @@ class Model(torch.nn.Module):
 
 def trainer_of(cls, mesh, function=None):
     trainer = object.__new__(cls)
-    trainer.parallel = SimpleNamespace(mesh=mesh)
-    trainer.mesh, trainer.model, trainer.compute_loss_func = mesh, Model(), function
+    trainer.mesh_view, trainer.model, trainer.compute_loss_func = MeshView(mesh), Model(), function
     return trainer
 
 

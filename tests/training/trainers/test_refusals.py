@@ -22,9 +22,10 @@ from tests.training.trainers.trainer_jobs import arguments, counted_loss, launch
 pytest.importorskip("accelerate")
 
 
-def refused(stages=False, settings=None, mesh=None, **keywords):
+def refused(stages=False, settings=None, cp=1, **keywords):
     """The settings that are refused of a trainer on some mesh."""
-    trainer = SimpleNamespace(has_stages=stages, parallel=SimpleNamespace(module=torch.nn.Linear(1, 1), mesh=mesh))
+    parallel, view = SimpleNamespace(module=torch.nn.Linear(1, 1)), SimpleNamespace(spec=MeshSpec(cp=cp))
+    trainer = SimpleNamespace(has_stages=stages, parallel=parallel, mesh_view=view)
     with launched(1), pytest.raises(ModelError) as caught:
         served.refuse_options(trainer, arguments("nowhere", **(settings or {})), keywords)
     assert set(caught.value.slugs) == {"trainer-option"}
@@ -47,11 +48,10 @@ def test_settings_that_stages_do_not_serve():
     assert refused(True, settings, compute_loss_func=counted_loss) == [f"{name} on a mesh with pp" for name in names]
 
 
-def test_settings_that_parts_of_sequences_do_not_serve(monkeypatch):
-    monkeypatch.setattr(served, "mesh_spec", lambda _: MeshSpec(cp=2))
+def test_settings_that_parts_of_sequences_do_not_serve():
     names = ["compute_loss_func", "label_smoothing_factor", "torch_compile"]
     settings = {"label_smoothing_factor": 0.1, "torch_compile": True}
-    assert refused(False, settings, "cp", compute_loss_func=counted_loss) == [
+    assert refused(False, settings, 2, compute_loss_func=counted_loss) == [
         f"{name} on a mesh with cp" for name in names
     ]
 
@@ -63,11 +63,11 @@ def test_settings_that_read_full_logits(monkeypatch):
     assert refused(settings=settings) == [f"{name} with sharded or deferred logits" for name in settings]
 
 
-def test_other_models_and_meshes(monkeypatch):
+def test_other_models_and_meshes():
     with pytest.raises(ModelError, match="trainer-model: the model is a Linear"):
         ParallelTrainer(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
-    parallel, args = SimpleNamespace(mesh=None), SimpleNamespace(world_size=1)
-    monkeypatch.setattr(served, "mesh_spec", lambda _: MeshSpec(tp=4))
+    view = SimpleNamespace(spec=MeshSpec(tp=4))
+    parallel, args = SimpleNamespace(pipeline=SimpleNamespace(mesh=view)), SimpleNamespace(world_size=1)
     with pytest.raises(MeshError, match=r"trainer-mesh: .*the trainer sees 1 processes"):
         served.refuse_other_meshes(parallel, args)  # type: ignore[arg-type]
 
@@ -105,13 +105,13 @@ def test_trainers_of_trl():
         ParallelSFTTrainer(SimpleNamespace(), trl.SFTConfig("nowhere", loss_type="dft", use_cpu=True, bf16=False))  # type: ignore[arg-type]
 
 
-def test_smoothed_labels_without_a_count(monkeypatch):
+def test_smoothed_labels_without_a_count():
     from transformers import Trainer
 
     smooth, stock = object.__new__(Trainer), object.__new__(Trainer)
     for trainer, smoother in ((smooth, object()), (stock, None)):
-        trainer.mesh, trainer.label_smoother, trainer.model = None, smoother, torch.nn.Linear(1, 1)
-    monkeypatch.setattr(served, "data_rank", lambda *_: (0, 2))
+        trainer.mesh_view = SimpleNamespace(sample_place=(0, 2))
+        trainer.label_smoother, trainer.model = smoother, torch.nn.Linear(1, 1)
     served.refuse_uncounted(smooth, 7)
     served.refuse_uncounted(stock, None)
     with pytest.raises(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.axes.tensor.experts.router_choice import (
     ForwardRoutes,
@@ -29,17 +28,14 @@ from parallelize.axes.tensor.experts.router_choice import (
 )
 from parallelize.axes.tensor.experts.routing_load import choices_of, experts_of
 from parallelize.base.errors import ModelError, Problem, ShapeError
-from parallelize.base.mesh import SAMPLE_AXES
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.comm.groups import axis_group
 from parallelize.comm.handshake import agree_on, digest
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.ops.replay_cache import in_recompute
 from parallelize.plan.model_facts import describe
 from parallelize.state.forward_rows import BatchPart, ForwardRows, batch_part, call_arguments, forward_rows
 from parallelize.state.records import applied, mark_applied, mesh_of, pipeline_cut
 from parallelize.state.step_results import as_instance
-from parallelize.state.stored_slices import data_rank
 
 T = torch.Tensor
 
@@ -94,7 +90,7 @@ def replay_routes(model: nn.Module, routes: T | RecordedRoutes, *, local: bool =
     batch.check_end()
 
 
-def _agreed(mesh: DeviceMesh | None) -> AbstractContextManager[dict[str, str]]:
+def _agreed(mesh: MeshView | None) -> AbstractContextManager[dict[str, str]]:
     """What is raised inside is raised on every rank of the mesh."""
     return agree_on(mesh) if mesh is not None else nullcontext({})
 
@@ -118,7 +114,7 @@ class _ReplayedBatch:
     def __init__(self, model: nn.Module, routes: T, replay: RouteReplay, local: bool):
         self.routes, self.replay, self.local = routes, replay, local
         self.mesh = mesh_of(model)
-        self.rank, self.ranks = data_rank(self.mesh, SAMPLE_AXES) if self.mesh is not None and not local else (0, 1)
+        self.rank, self.ranks = self.mesh.sample_place if self.mesh is not None and not local else (0, 1)
         self._part: BatchPart | None = None
         self._place = (0, 0)  # of the running step: first sequence, and number of sequences, of the routes
         self.next, self.begun = 0, False  # of a loop of one's own: tokens so far in this data rank's part
@@ -287,7 +283,7 @@ class RecordedRoutes:
         Cost: two all-reduces over the mesh, of a few numbers and of the routes.
         """
         mesh = mesh_of(self.model)
-        rank, ranks = data_rank(mesh, SAMPLE_AXES) if mesh is not None else (0, 1)
+        rank, ranks = mesh.sample_place if mesh is not None else (0, 1)
         numbers = {choices.shape[1] for _, _, choices in self._parts}
         if len(numbers) > 1:
             what = f"layers choose {sorted(numbers)} experts for a token, and routes have one number"
@@ -309,8 +305,8 @@ class RecordedRoutes:
     def _largest(self, values: T) -> None:
         """The largest of all ranks, in place: of what one rank has, where the others have zeros or -1."""
         mesh = mesh_of(self.model)
-        if mesh is not None and mesh.size() > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=axis_group(mesh, *mesh_spec(mesh).names))
+        if mesh is not None and mesh.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=mesh.world.pg)
 
 
 @contextmanager

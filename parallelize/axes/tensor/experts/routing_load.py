@@ -15,8 +15,6 @@ from torch import nn
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import balanced_interval
 from parallelize.base.mesh import DATA_AXES
-from parallelize.comm.groups import axis_group
-from parallelize.comm.meshes import mesh_spec
 from parallelize.ops.replay_cache import in_recompute
 from parallelize.plan.model_facts import describe
 from parallelize.state.forward_rows import ForwardRows, call_arguments, forward_rows
@@ -77,12 +75,11 @@ class RoutingLoad:
         Where ranks of `tp` have the same tokens, these count once for each of them.
         """
         mesh = mesh_of(self.model)
-        names = mesh_spec(mesh).names if mesh is not None else ()
-        axes = [axis for axis in names if axis in (*DATA_AXES, "tp")]
+        group = mesh.group(*mesh.spec.only(*DATA_AXES, "tp").names).pg if mesh is not None else None
         summed = {name: counts.clone() for name, counts in self.local.items()}
-        if mesh is not None and axes and summed:
+        if group is not None and summed:
             joined = torch.cat(list(summed.values()))
-            dist.all_reduce(joined, group=axis_group(mesh, *axes))
+            dist.all_reduce(joined, group=group)
             summed = dict(zip(summed, joined.split([len(counts) for counts in summed.values()]), strict=True))
         return summed
 
@@ -105,10 +102,10 @@ def largest_over_stages(model: nn.Module, values: list[float]) -> list[float]:
     """Each value of the pipeline stage where it is largest. A collective over the stages of a model, if it has
     several."""
     mesh = mesh_of(model)
-    if mesh is None or mesh_spec(mesh).ranks("pp") == 1:
+    if mesh is None or mesh.spec.ranks("pp") == 1:
         return values
     largest = torch.tensor(values, device=mesh.device_type)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis_group(mesh, "pp"))
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.group("pp").pg)
     return largest.tolist()
 
 

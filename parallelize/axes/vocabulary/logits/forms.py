@@ -11,14 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from parallelize.axes.vocabulary.logits.sharded_logits import ShardedLogits
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.base.mesh import DATA_AXES
-from parallelize.comm.groups import Group, axis_group
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.groups import Group
+from parallelize.comm.mesh_view import AnyMesh, MeshView
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.class_targets import Vocabulary
 from parallelize.ops.vocabulary.cross_entropy import prepare_targets
@@ -163,7 +162,7 @@ class Head:
         hidden: T,
         targets: T,
         *,
-        mesh: DeviceMesh | None = None,
+        mesh: AnyMesh | None = None,
         weight: T | None = None,
         z_loss: float = 0.0,
         reduction: str = "mean",
@@ -235,11 +234,11 @@ def autocast_inputs(hidden: T, weight: T, bias: T | None) -> tuple[T, T, T | Non
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def sum_over_data_axes(count: T | int, mesh: DeviceMesh | None) -> T | int:
+def sum_over_data_axes(count: T | int, mesh: AnyMesh | None) -> T | int:
     """The sum of a count over all data axes of the mesh (one scalar all-reduce if there are any)."""
-    axes = [axis for axis in DATA_AXES if mesh is not None and axis in mesh_spec(mesh).names]
-    if mesh is None or not axes:
+    group = Group.alone() if mesh is None else MeshView.of(mesh).group(*DATA_AXES)
+    if mesh is None or group.pg is None:
         return count
     count = count if isinstance(count, torch.Tensor) else torch.tensor(count, device=mesh.device_type)
-    dist.all_reduce(count, group=axis_group(mesh, *axes))
+    dist.all_reduce(count, group=group.pg)
     return count

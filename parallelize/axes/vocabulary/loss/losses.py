@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel as stock_loss_parallel
 
 from parallelize.axes.vocabulary.logits.deferred_logits import DeferredLogits, defer, logits_of
@@ -26,6 +25,7 @@ from parallelize.axes.vocabulary.logits.forms import (
 from parallelize.base.errors import PlanError, Problem, ShapeError
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
+from parallelize.comm.mesh_view import AnyMesh
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.vocabulary.class_targets import HardTargets, Vocabulary
 from parallelize.ops.vocabulary.cross_entropy import prepare_targets, token_losses
@@ -47,7 +47,7 @@ def cross_entropy(
     logits: T,
     targets: T,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: AnyMesh | None = None,
     weight: T | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -98,7 +98,7 @@ def linear_cross_entropy(
     targets: T,
     *,
     bias: T | None = None,
-    mesh: DeviceMesh | None = None,
+    mesh: AnyMesh | None = None,
     class_weight: T | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -147,7 +147,7 @@ def linear_cross_entropy(
     )
 
 
-def valid_tokens(targets: T, mesh: DeviceMesh | None = None, ignore_index: int = -100) -> T:
+def valid_tokens(targets: T, mesh: AnyMesh | None = None, ignore_index: int = -100) -> T:
     """The number of targets that are not `ignore_index`, over all data axes of the mesh: a global count.
 
     Args:

@@ -11,11 +11,10 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.errors import ModelError, Problem, short_list
 from parallelize.base.layout import Layout
-from parallelize.base.mesh import SAMPLE_AXES
+from parallelize.comm.mesh_view import AnyMesh, MeshView
 from parallelize.plan.adapters import is_adapted, layer_name
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
@@ -35,10 +34,9 @@ from parallelize.state.randomness.dropout.position import Clock
 from parallelize.state.records import applied, mark_applied, record_of, resolution_of
 from parallelize.state.sharding import PlanRecord
 from parallelize.state.step_results import ShardedSequences, as_instance
-from parallelize.state.stored_slices import data_rank
 
 
-def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = None) -> Clock:
+def install_dropout(module: nn.Module, seed: int = 0, mesh: AnyMesh | None = None) -> Clock:
     """Make `nn.Dropout`, `F.dropout` and attention dropout of a model draw one global mask on any mesh, and its forward
     the same numbers.
 
@@ -80,7 +78,7 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
     return sites.clock
 
 
-def install_draws(module: nn.Module, mesh: DeviceMesh | None = None, seed: int | None = None) -> Clock:
+def install_draws(module: nn.Module, mesh: AnyMesh | None = None, seed: int | None = None) -> Clock:
     """`install_dropout` for a model without dropout: its forward draws the same numbers on any mesh.
 
     Args:
@@ -95,13 +93,14 @@ def install_draws(module: nn.Module, mesh: DeviceMesh | None = None, seed: int |
     return sites.clock
 
 
-def _sites(module: nn.Module, mesh: DeviceMesh | None, seed: int | None) -> DropoutSites:
+def _sites(module: nn.Module, mesh: AnyMesh | None, seed: int | None) -> DropoutSites:
     record, sequences = record_of(module), _sequences(module)
     if mesh is None:
         mesh = record.mesh if record is not None else sequences.mesh if sequences is not None else None
+    view = MeshView.of(mesh) if mesh is not None else None
     groups = [holder.group for holder in (record, sequences) if holder is not None and holder.group.size > 1]
-    agree = partial(first_seed, groups, mesh.device_type if mesh is not None else "cpu")
-    clock = Clock(seed, data_rank(mesh, SAMPLE_AXES) if mesh is not None else (0, 1), agree)
+    agree = partial(first_seed, groups, view.device_type if view is not None else "cpu")
+    clock = Clock(seed, view.sample_place if view is not None else (0, 1), agree)
     group = record.group if record is not None else None
     over_tp = (group.rank, group.size, record.region) if group and record else (0, 1, None)
     return DropoutSites(clock, *over_tp, sequences)
@@ -124,7 +123,7 @@ def dropout_clock(module: nn.Module) -> Clock | None:
     return as_instance(applied(module).dropout_clock, Clock)
 
 
-def _check(module: nn.Module, record: PlanRecord | None, mesh: DeviceMesh | None) -> None:
+def _check(module: nn.Module, record: PlanRecord | None, mesh: AnyMesh | None) -> None:
     problems = refused_modules(module) + unknown_layouts(resolution_of(module))
     if dropout_clock(module) is not None:
         fix = "call it once; change `clock.seed` for another seed"

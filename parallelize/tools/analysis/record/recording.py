@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,7 +32,7 @@ from parallelize.axes.zero.reduced_parameters import cast_parameters
 from parallelize.axes.zero.router_loss import asks_for_router_loss, recorded_routers
 from parallelize.base.errors import ModelError, ParallelizeError, Problem
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.comm.meshes import mesh_spec
+from parallelize.comm.mesh_view import MeshView
 from parallelize.ops.experts.routes import AssumedRouting
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
@@ -101,9 +100,10 @@ def record(
     layers = list(classes.representatives)
     routers = _routers(model, stages)
     drop_represented(model, classes)
-    _apply(model, mesh, resolved, options, classes)
+    view = MeshView(mesh)
+    _apply(model, view, resolved, options, classes)
     unit_of = stages.unit_of if stages is not None else (lambda name: OUTSIDE)
-    tracer = Tracer(Scopes(model), unit_of, MeshAxes(mesh_spec(mesh), 0, _expert_ranks(model)))
+    tracer = Tracer(Scopes(model), unit_of, MeshAxes(view.spec, 0, _expert_ranks(model)))
     boundaries = _Boundaries(model, stages, tracer)
     entry = model.get_submodule(layers[0]) if split_backward else None
     with AssumedRouting(to_one_rank) as routing:
@@ -123,10 +123,10 @@ def record(
     return MicrobatchTrace(first, later, sizes, representatives, regular, *most, routers, none, skips)
 
 
-def _apply(model: nn.Module, mesh: DeviceMesh, full: ResolvedPlan, options: Options, classes: LayerClasses) -> None:
+def _apply(model: nn.Module, mesh: MeshView, full: ResolvedPlan, options: Options, classes: LayerClasses) -> None:
     """Apply the plan to the layers that run."""
-    resolved = resolve(full.plan, describe(model), mesh_spec(mesh), replace(options, overlap="off", recompute="off"))
-    if "tp" in mesh_spec(mesh).names:
+    resolved = resolve(full.plan, describe(model), mesh.spec, replace(options, overlap="off", recompute="off"))
+    if "tp" in mesh.spec.names:
         apply_plan(model, mesh, lambda: resolved)
     else:
         if options.fuse_loss:
@@ -155,7 +155,7 @@ def _expert_ranks(model: nn.Module) -> tuple[int, ...]:
     """The ranks over which experts are folded; empty where they are not."""
     plan_record = record_of(model)
     folded = plan_record.folded if plan_record is not None else None
-    return tuple(dist.get_process_group_ranks(folded.get_group("ep"))) if folded is not None else ()
+    return folded.group("ep").ranks if folded is not None else ()
 
 
 def _inside(fqn: str, module: str) -> bool:

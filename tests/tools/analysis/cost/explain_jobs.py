@@ -186,7 +186,7 @@ def messages_to_one_rank(rank: int, *configuration: Any) -> Any:
         job.optimizer.step()
     chunks = [route.chunks[0] for route in routes]
     most = [max(sum(chunk.received) for chunk in chunks), max(chunk.pairs for chunk in chunks)]
-    ep = record_of(module).folded.get_local_rank("ep")
+    ep = record_of(module).folded.index("ep")
     return job.coordinate("pp"), ep, dict(counting.counts), most, sum(received)
 
 

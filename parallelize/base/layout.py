@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from parallelize.base.errors import Problem, ShapeError
+from parallelize.base.files.boxes import Box, box_of, intersection, relative_to, slices_of, starts
 
 Interval = tuple[int, int]
 
@@ -46,6 +47,29 @@ class SlicePair:
 
     local: tuple[slice, ...]
     full: tuple[slice, ...]
+
+    @property
+    def box(self) -> Box:
+        """Its elements as a box of the full tensor."""
+        return box_of(self.full)
+
+    def within(self, box: Box) -> SlicePair | None:
+        """The part whose elements are in a box of the full tensor; None where there is none."""
+        shared = intersection(self.box, box)
+        if shared is None:
+            return None
+        inside = relative_to(shared, starts(self.box))
+        local = (slice(side.start + a, side.start + b) for side, (a, b) in zip(self.local, inside, strict=True))
+        return SlicePair(tuple(local), slices_of(shared))
+
+    def in_window(self, window: Sequence[Interval]) -> SlicePair | None:
+        """The part inside a window of the local tensor, relative to the window; None where it is empty."""
+        shared = intersection(box_of(self.local), tuple(window))
+        if shared is None:
+            return None
+        inside = relative_to(shared, starts(box_of(self.local)))
+        full = (slice(side.start + a, side.start + b) for side, (a, b) in zip(self.full, inside, strict=True))
+        return SlicePair(slices_of(relative_to(shared, [first for first, _ in window])), tuple(full))
 
 
 @dataclass(frozen=True)
@@ -158,20 +182,6 @@ class Layout:
         assert self.dim is not None
         slices[self.dim] = slice(start, stop)
         return tuple(slices)
-
-
-def part_inside(pair: SlicePair, window: Sequence[Interval]) -> SlicePair | None:
-    """The part of a pair inside a window of the stored shard, relative to the window; None where that is empty."""
-    local, full = [], []
-    for local_slice, full_slice, (first, last) in zip(pair.local, pair.full, window, strict=True):
-        start = max(local_slice.start, first)
-        stop = max(min(local_slice.stop, last), start)
-        local.append(slice(start - first, stop - first))
-        offset = full_slice.start - local_slice.start
-        full.append(slice(offset + start, offset + stop))
-    if any(part.stop == part.start for part in local):
-        return None
-    return SlicePair(tuple(local), tuple(full))
 
 
 def replicated(shape: Sequence[int], num_ranks: int) -> Layout:

@@ -61,6 +61,11 @@ class MeshView:
         """This rank's index along an axis; 0 where the mesh has no such axis."""
         return self.device_mesh.get_local_rank(self.spec.names.index(axis)) if self.spec.ranks(axis) > 1 else 0
 
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Axis name -> index of this rank along that axis."""
+        return self.spec.coordinates(self.position)
+
     def place(self, *axes: str) -> tuple[int, int]:
         """(index, number) of this rank over the product of those of the axes that the mesh has, the last fastest."""
         index = 0

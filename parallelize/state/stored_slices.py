@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallelize.base.files.boxes import box_of, volume
 from parallelize.base.layout import Layout, SlicePair, replicated
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.model_facts import named_once
@@ -42,6 +43,18 @@ class StoredTensor:
     slices: tuple[SlicePair, ...]
     axes: frozenset[str] = frozenset()
     is_first_holder: tuple[bool, ...] = (True,)
+
+
+def copy_into(stored: StoredTensor, full: torch.Tensor, local: torch.Tensor) -> None:
+    """Copy this rank's elements of a full tensor. local: what gets them, of the shape of `stored.local`."""
+    for pair in stored.slices:
+        local[pair.local] = full[pair.full].to(device=local.device, dtype=local.dtype)
+
+
+def clear_padding(stored: StoredTensor, local: torch.Tensor) -> None:
+    """Zero a tensor of the shape of `stored.local`, if it has elements outside of the slices."""
+    if sum(volume(box_of(pair.local)) for pair in stored.slices) < local.numel():
+        local.zero_()
 
 
 def stored_parameters(module: nn.Module) -> list[StoredTensor]:

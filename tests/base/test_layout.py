@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallelize import Layout, ShapeError, ShardInfo
-from parallelize.base.layout import Chunk, chunked, packed, replicated, tiled
+from parallelize.base.layout import Chunk, SlicePair, chunked, packed, replicated, tiled
 from parallelize.state.layout_tensor.layout_shard import store
 
 
@@ -100,3 +100,40 @@ def test_units_that_neither_divide_nor_replicate_are_refused():
 def test_replicated():
     layout = replicated((3, 4), 2)
     assert isinstance(layout, Layout) and layout.local_shape(1) == (3, 4) and layout.shared(0) == ()
+
+
+intervals = st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted).map(tuple)
+
+
+@given(intervals, st.integers(0, 6), st.integers(0, 4))
+def test_the_part_of_a_pair_in_a_box_has_the_same_elements_on_both_sides(box, first, size):
+    """By what the slices take from a full tensor, and from a local one that stores some of its rows after others."""
+    full = torch.arange(12 * 3).view(12, 3)
+    pair = SlicePair((slice(2, 2 + size), slice(0, 3)), (slice(first, first + size), slice(0, 3)))
+    local = torch.full((8, 3), -1)
+    local[pair.local] = full[pair.full]
+    rows = set(range(*box)) & set(range(first, first + size))
+    part = pair.within((box, (0, 2)))
+    assert (part is None) == (not rows)
+    if part is not None:
+        assert torch.equal(local[part.local], full[part.full])
+        assert {int(value) // 3 for value in full[part.full].flatten()} == rows
+        assert part.box == ((min(rows), max(rows) + 1), (0, 2))
+
+
+@given(intervals, st.integers(0, 6), st.integers(0, 4))
+def test_the_part_of_a_pair_in_a_window_counts_from_the_window(window, first, size):
+    full = torch.arange(12)
+    pair = SlicePair((slice(2, 2 + size),), (slice(first, first + size),))
+    local = torch.full((8,), -1)
+    local[pair.local] = full[pair.full]
+    part = pair.in_window([window])
+    stored = local[slice(*window)]
+    assert (part is None) == bool((stored < 0).all())
+    if part is not None:
+        assert torch.equal(stored[part.local], full[part.full]) and len(full[part.full]) == int((stored >= 0).sum())
+
+
+def test_a_scalar_is_in_every_box():
+    pair = SlicePair((), ())
+    assert pair.within(()) == pair and pair.in_window([]) == pair and pair.box == ()

@@ -14,12 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.base.errors import CheckpointError, Problem, short_list
 from parallelize.base.files.boxes import (
     Box,
-    box_of,
-    intersection,
-    relative_to,
     shape_of,
-    slices_of,
-    starts,
     volume,
 )
 from parallelize.base.terminal.console import Progress
@@ -47,6 +42,7 @@ from parallelize.checkpoint.run.meta_model import MetaModel
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.plan.model_facts import named_once
 from parallelize.state.full_values import reshard_units
+from parallelize.state.stored_slices import copy_into
 from parallelize.state.transaction import gc_paused
 
 T = torch.Tensor
@@ -272,13 +268,11 @@ def _jobs(tensor: LocalTensor, destination: T, sources: TensorSources) -> Iterab
     if isinstance(source, ComputedTensor):
         return
     for pair in tensor.stored.slices:
-        stored = box_of(pair.full)
         for part in source:
-            shared = intersection(stored, part.target)
+            shared = pair.within(part.target)
             if shared is not None:
-                local = relative_to(relative_to(shared, starts(stored)), [-side.start for side in pair.local])
-                out = in_source_order(destination[slices_of(local)], part)
-                yield _Job(part.source, part.source_box(shared), out, fqn_of(tensor))
+                out = in_source_order(destination[shared.local], part)
+                yield _Job(part.source, part.source_box(shared.box), out, fqn_of(tensor))
 
 
 def _compute(hub: HubFolder, sources: TensorSources, destinations: Sequence[tuple[LocalTensor, T]]) -> None:
@@ -287,8 +281,7 @@ def _compute(hub: HubFolder, sources: TensorSources, destinations: Sequence[tupl
         source = sources.by_name[fqn_of(tensor)]
         if isinstance(source, ComputedTensor):
             full = source.compute({name: hub.read_full(name) for name in source.sources})
-            for pair in tensor.stored.slices:
-                destination[pair.local] = full[pair.full].to(destination.dtype)
+            copy_into(tensor.stored, full, destination)
 
 
 def _check_twins(hub: HubFolder, sources: TensorSources, jobs: Sequence[_Job]) -> None:

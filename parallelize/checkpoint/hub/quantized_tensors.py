@@ -17,7 +17,6 @@ from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import (
     Box,
     Part,
-    box_of,
     intersection,
     relative_to,
     shape_of,
@@ -107,7 +106,7 @@ def refuse_quantized(on_mesh: ModelOnMesh, call: str) -> None:
 
 def bytes_to_read(item: QuantizedTensors, scales: LocalTensor) -> int:
     """The bytes of this rank's blocks of a weight, in the dtype in which it is read."""
-    elements = sum(volume(box_of(pair.full)) for pair in scales.stored.slices)
+    elements = sum(volume(pair.box) for pair in scales.stored.slices)
     return elements * item.form.scale_packs * item.dtype.itemsize
 
 
@@ -133,7 +132,7 @@ def quantize_while_reading(
         full = source.compute({name: hub.read_full(name) for name in source.sources})
     for in_codes, in_scales in zip(codes[0].stored.slices, scales[0].stored.slices, strict=True):
         into_codes, into_scales = codes[1][in_codes.local], scales[1][in_scales.local]
-        for box, rows in _boxes(box_of(in_scales.full), item):
+        for box, rows in _boxes(in_scales.box, item):
             box = box[::-1] if item.is_transposed else box
             weight = full[slices_of(box)].to(item.dtype) if full is not None else _read(hub, source, box, item.dtype)
             weight = weight.T if item.is_transposed else weight

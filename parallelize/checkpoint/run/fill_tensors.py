@@ -19,7 +19,6 @@ import torch
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.boxes import (
     Box,
-    box_of,
     full_box,
     intersection,
     relative_to,
@@ -32,7 +31,7 @@ from parallelize.checkpoint.format.device_pieces import Arena, empty, torch_dtyp
 from parallelize.checkpoint.format.header import TensorEntry
 from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor
 from parallelize.checkpoint.format.reader import Buffers, TensorFile
-from parallelize.state.stored_slices import StoredTensor
+from parallelize.state.stored_slices import StoredTensor, clear_padding
 
 T = torch.Tensor
 _MAX_OPEN_FILES = 128
@@ -123,17 +122,13 @@ def jobs_for(files: Files, saved: SavedTensor, stored: StoredTensor, into: T, hi
     """
     jobs = []
     for pair in stored.slices:
-        box = box_of(pair.full)
         for saved_slice in saved.slices:
-            shared = intersection(box, saved_slice.box)
-            if shared is None:
+            part = pair.within(saved_slice.box)
+            if part is None:
                 continue
             entry = entry_of(files, saved, saved_slice)
-            in_file = relative_to(shared, starts(saved_slice.box))
-            local = relative_to(relative_to(shared, starts(box)), [-side.start for side in pair.local])
-            jobs.append(
-                ReadJob(saved_slice.file, saved_slice.key, entry.start, in_file, into[slices_of(local)], hidden)
-            )
+            in_file = relative_to(part.box, starts(saved_slice.box))
+            jobs.append(ReadJob(saved_slice.file, saved_slice.key, entry.start, in_file, into[part.local], hidden))
     return jobs
 
 
@@ -185,12 +180,6 @@ def allocate_local(stored: StoredTensor, dtype: torch.dtype, arena: Arena) -> T:
         room = torch.empty_like(stored.local, dtype=dtype)
     clear_padding(stored, room)
     return room
-
-
-def clear_padding(stored: StoredTensor, local: T) -> None:
-    """Zero a local tensor if not all of its elements are filled."""
-    if sum(volume(box_of(pair.local)) for pair in stored.slices) < local.numel():
-        local.zero_()
 
 
 def read_full(files: Files, name: str, check: bool = True) -> T:

@@ -20,7 +20,6 @@ from parallelize.checkpoint.run import run_state
 from parallelize.checkpoint.run.fill_tensors import (
     Files,
     ReadJob,
-    clear_padding,
     fill_jobs,
     jobs_for,
     prepare_jobs,
@@ -35,6 +34,7 @@ from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.run_state import check_scheduler, load_scheduler
 from parallelize.checkpoint.run.snapshot import Transfer
 from parallelize.state.full_values import reshard_units
+from parallelize.state.stored_slices import clear_padding
 
 T = torch.Tensor
 

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.errors import CheckpointError, ModelError, Problem
-from parallelize.base.files.boxes import Box, box_of
+from parallelize.base.files.boxes import Box
 from parallelize.base.layout import even_interval, replicated
-from parallelize.base.mesh import EXPERT_AXES, MeshSpec, folded_coordinates
+from parallelize.base.mesh import EXPERT_AXES
 from parallelize.checkpoint.format.device_pieces import code_of
 from parallelize.comm.mesh_view import AnyMesh, MeshView
 from parallelize.plan.model_facts import named_once
@@ -86,7 +86,7 @@ class LocalTensor:
             parts = self._num_parts(sizes)
             if not is_first or turn >= parts:
                 continue
-            value, box = self.stored.local[pair.local], box_of(pair.full)
+            value, box = self.stored.local[pair.local], pair.box
             if parts > 1:
                 start, stop = even_interval(sizes[0], parts, turn)
                 if start == stop:
@@ -125,13 +125,9 @@ class ModelOnMesh:
             what = f"{world_size} processes run, and the model's mesh has {mesh_size} of them"
             raise ModelError(Problem("partial-mesh", what, fix="pass mesh=, with an axis for every group of processes"))
         self.spec = self.mesh.spec if self.mesh is not None else None
-        self.coordinates = self.mesh.spec.coordinates(self.mesh.position) if self.mesh is not None else {}
+        self.coordinates = self.mesh.coordinates if self.mesh is not None else {}
         record = record_of(module)
-        folded = record.folded if record is not None else None
-        self.expert_spec = folded.spec if folded is not None else None
-        self.expert_coordinates: dict[str, int] = {}
-        if self.spec is not None and self.expert_spec is not None:
-            self.expert_coordinates = folded_coordinates(self.spec, self.expert_spec.size("ep"), self.coordinates)
+        self._folded = record.folded if record is not None else None
 
     def place(self, *axes: str) -> tuple[int, int]:
         """(index, number) of this rank over the product of those of the axes that the mesh has."""
@@ -139,18 +135,12 @@ class ModelOnMesh:
 
     def replica(self, axes: frozenset[str]) -> tuple[int, int]:
         """(index, number) of this rank among those that store the same elements of a tensor that `axes` shard."""
-        index, number = 0, 1
-        spec, coordinates = self._seen_by(axes)
-        for axis, size in spec.axes if spec is not None else ():
-            if axis not in axes and axis != "pp":
-                index, number = index * size + coordinates[axis], number * size
-        return index, number
+        mesh = self._with(axes)
+        return mesh.place(*(axis for axis in mesh.spec.names if axis not in axes and axis != "pp")) if mesh else (0, 1)
 
-    def _seen_by(self, axes: frozenset[str]) -> tuple[MeshSpec | None, dict[str, int]]:
-        """The mesh that has these axes, and this rank's coordinates in it: experts may be folded over the data axes."""
-        if axes & set(EXPERT_AXES):
-            return self.expert_spec, self.expert_coordinates
-        return self.spec, self.coordinates
+    def _with(self, axes: frozenset[str]) -> MeshView | None:
+        """The mesh that has these axes: experts may be folded over the data axes."""
+        return self._folded if axes & set(EXPERT_AXES) else self.mesh
 
     @property
     def is_first(self) -> bool:
@@ -170,7 +160,8 @@ class ModelOnMesh:
 
     def local_tensor(self, name: str, stored: StoredTensor, *, owner: bool, **options: Any) -> LocalTensor:
         """A tensor of the state, with this rank's index among its replicas. Raises: ModelError `unknown-axis`."""
-        unknown = stored.axes - set(self._seen_by(stored.axes)[1])
+        mesh = self._with(stored.axes)
+        unknown = stored.axes - set(mesh.spec.names if mesh is not None else ())
         if unknown:
             axes = ", ".join(self.coordinates) or "none"
             what = f"{name} is sharded over {', '.join(sorted(unknown))}, and the mesh has the axes {axes}"

@@ -12,10 +12,10 @@ from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.checkpoint.format.device_pieces import Arena
-from parallelize.checkpoint.run.fill_tensors import clear_padding
 from parallelize.checkpoint.run.local_tensors import LocalTensor
 from parallelize.plan.model_facts import named_once
 from parallelize.state.meta_buffers import Rebuild, allocate
+from parallelize.state.stored_slices import clear_padding
 
 
 class MetaModel:

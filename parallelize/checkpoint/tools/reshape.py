@@ -23,7 +23,6 @@ from parallelize.base.errors import CheckpointError, MeshError, Problem, ShapeEr
 from parallelize.base.files.boxes import (
     Box,
     Part,
-    box_of,
     intersection,
     relative_to,
     shape_of,
@@ -297,18 +296,16 @@ def _boxes(layout: Layout, tp_rank: int, data_rank: int, num_data: int) -> Itera
     local = list(layout.local_shape(tp_rank))
     if layout.dim == 0 and not layout.is_canonical:
         local[0] = layout.stored_local_size
-    start, stop = even_interval(local[0], num_data, data_rank) if local else (0, 1)
+    window = [(0, size) for size in local]
+    if window:
+        window[0] = even_interval(local[0], num_data, data_rank)
     owned = layout.owned[tp_rank] if layout.dim is not None else ((0, 0),)
     for pair, interval in zip(layout.slices(tp_rank), owned, strict=True):
         if layout.dim is not None and layout.holders(tp_rank, interval)[0] != tp_rank:
             continue
-        box = box_of(pair.full)
-        if box:
-            a, b = max(pair.local[0].start, start), min(pair.local[0].stop, stop)
-            first = box[0][0] - pair.local[0].start
-            box = ((first + a, first + max(a, b)), *box[1:])
-        if volume(box):
-            yield box
+        part = pair.in_window(window)
+        if part is not None:
+            yield part.box
 
 
 def _split_over_copies(name: str, box: Box, item_bytes: int, copies: int) -> Iterator[tuple[int, Box]]:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from parallelize.base.errors import Problem, ShapeError
-from parallelize.base.layout import Interval, Layout, SlicePair, even_interval, part_inside
+from parallelize.base.layout import Interval, Layout, SlicePair, even_interval
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.ops.collectives import gather_dim, pad_to
@@ -100,7 +100,7 @@ def local_pairs(tensor: Any, layout: Layout, tp_rank: int) -> list[tuple[SlicePa
     shape = [(0, size) for size in layout.stored_local_shape(tp_rank)]
     window = local_window(tensor, shape, skip=layout_axis(tensor.device_mesh))
     pairs = zip(layout.slices(tp_rank), _is_first_holder(layout, tp_rank), strict=True)
-    inside = ((part_inside(pair, window), is_first) for pair, is_first in pairs)
+    inside = ((pair.in_window(window), is_first) for pair, is_first in pairs)
     return [(pair, is_first) for pair, is_first in inside if pair is not None]
 
 

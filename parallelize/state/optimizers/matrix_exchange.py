@@ -11,7 +11,6 @@ import torch
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.files.boxes import (
     Box,
-    box_of,
     intersection,
     relative_to,
     shape_of,
@@ -138,13 +137,7 @@ def _slices_in_matrix(box: Box, matrix: Box) -> tuple[slice, ...]:
 
 def _local_slices(pairs: Sequence[SlicePair], box: Box) -> tuple[slice, ...]:
     """Where a box of the full parameter is in this rank's local tensor."""
-    for pair in pairs:
-        full = box_of(pair.full)
-        if intersection(full, box) == box:
-            firsts = [side.start for side in pair.local]
-            within = relative_to(box, starts(full))
-            return tuple(slice(f + a, f + b) for f, (a, b) in zip(firsts, within, strict=True))
-    raise AssertionError(f"{box} is not stored here")
+    return next(part.local for pair in pairs if (part := pair.within(box)) is not None and part.box == box)
 
 
 # -- owners ----------------------------------------------------------------------------------------------------------

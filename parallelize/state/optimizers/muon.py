@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from parallelize.base.errors import ModelError, Problem
-from parallelize.base.files.boxes import box_of
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.state.layout_tensor.layout_dtensor import wrap_like
@@ -109,7 +108,7 @@ class Muon(Optimizer):
         chosen = {self._names[id(p)] for g in self.param_groups if g["kind"] == MATRICES for p in g["params"]}
         pairs = {tensor.fqn: tensor.slices for tensor in stored.values() if tensor.fqn in chosen}
         group = _stage_group(module)
-        boxes = {name: [box_of(pair.full) for pair in slices] for name, slices in pairs.items()}
+        boxes = {name: [pair.box for pair in slices] for name, slices in pairs.items()}
         by_rank: list[Any] = [boxes]
         if group is not None:
             by_rank = [None] * group.size

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from parallelize.base.errors import ModelError, PlanError, Problem
-from parallelize.base.layout import SlicePair, replicated
+from parallelize.base.files.boxes import Box, full_box, starts
+from parallelize.base.layout import replicated
 from parallelize.ops.random.counter import IndexRun, Key, blocks, key
 from parallelize.plan.pattern import check_pattern, generic, matches
 from parallelize.state.meta_buffers import allocate
@@ -28,7 +29,6 @@ from parallelize.state.randomness.init.recorder import (
     Fills,
     Initialization,
     Recipe,
-    Slices,
     Unknown,
     record_initialization,
 )
@@ -36,7 +36,7 @@ from parallelize.state.randomness.init.stand_ins import recipe_of_stand_ins
 from parallelize.state.randomness.init.stock_generator import replay_stock
 from parallelize.state.records import applied, mark_applied, pipeline_cut
 from parallelize.state.step_results import as_instance
-from parallelize.state.stored_slices import StoredTensor, stored_parameters
+from parallelize.state.stored_slices import StoredTensor, clear_padding, copy_into, stored_parameters
 
 Rules = Mapping[str, Distribution]
 
@@ -122,7 +122,11 @@ def initialize(
     targets = [*stored_parameters(module), *_meta_buffers(module, was_meta)]
     _draw_local(targets, initializations, seed, first)
     computed = {stored.fqn: stored for stored in targets if isinstance(initializations[stored.fqn], Computed)}
-    replay_stock(recipe, computed, seed if stock else None, lambda name, full: copy_into(computed[name], full))
+
+    def store(name: str, full: torch.Tensor) -> None:
+        copy_into(computed[name], full, computed[name].local)
+
+    replay_stock(recipe, computed, seed if stock else None, store)
     return module
 
 
@@ -167,7 +171,7 @@ def _from_rules(module: nn.Module, rules: Rules) -> dict[str, Initialization]:
             stored for stored in stored_parameters(module) if any(matches(pattern, name) for name in stored.names)
         ]
         for stored in matched:
-            full = tuple(slice(0, size) for size in stored.shape)
+            full = full_box(stored.shape)
             initializations |= dict.fromkeys(stored.names, Fills((Fill(full, distribution),)))
         if not matched:
             problems.append(Problem("unmatched-rule", f"{pattern!r} matches no parameter", "rules"))
@@ -226,7 +230,7 @@ def _draw_local(
 ) -> None:
     """Draw this rank's elements of each parameter with the counter-based generator."""
     for stored in targets:
-        clear_padding(stored)
+        clear_padding(stored, stored.local)
         initialization = initializations[stored.fqn]
         for number, fill in enumerate(initialization.fills if isinstance(initialization, Fills) else ()):
             # the text is part of the key: another spelling would change every weight of a seed
@@ -238,12 +242,12 @@ def _draw_local(
 # Write a distribution, or a full tensor, into the slices that a rank stores.
 
 
-def draw_into(stored: StoredTensor, box: Slices, distribution: Distribution, key: Key) -> None:
+def draw_into(stored: StoredTensor, box: Box, distribution: Distribution, key: Key) -> None:
     """Draw this rank's elements of a box of the full tensor: element i of the full tensor gets number i of the key."""
     for pair in stored.slices:
-        local, full = _intersection(pair, box)
-        if all(interval.stop > interval.start for interval in full):
-            _draw(stored.local[local], stored.shape, tuple(interval.start for interval in full), distribution, key)
+        part = pair.within(box)
+        if part is not None:
+            _draw(stored.local[part.local], stored.shape, starts(part.box), distribution, key)
 
 
 def _draw(
@@ -271,31 +275,6 @@ def _draw(
         if out.dtype in (torch.float16, torch.bfloat16):
             values = values.to(torch.float32)  # CPU and CUDA both round float64 to them by way of float32
         flat[block.rows, block.columns] = values.to(out.dtype)
-
-
-def copy_into(stored: StoredTensor, full: torch.Tensor) -> None:
-    """Copy this rank's elements of a full tensor."""
-    for pair in stored.slices:
-        stored.local[pair.local] = full[pair.full].to(device=stored.local.device, dtype=stored.local.dtype)
-
-
-def clear_padding(stored: StoredTensor) -> None:
-    """Zero the stored shard if it has elements outside of its slices."""
-    used = sum(math.prod(interval.stop - interval.start for interval in pair.local) for pair in stored.slices)
-    if used < stored.local.numel():
-        stored.local.zero_()
-
-
-def _intersection(pair: SlicePair, box: Slices) -> tuple[Slices, Slices]:
-    """The part of a slice that is in a box, as (local, full) slices."""
-    local, full = [], []
-    for local_side, full_side, box_side in zip(pair.local, pair.full, box, strict=True):
-        start = max(full_side.start, box_side.start)
-        stop = max(start, min(full_side.stop, box_side.stop))
-        shift = local_side.start - full_side.start
-        local.append(slice(start + shift, stop + shift))
-        full.append(slice(start, stop))
-    return tuple(local), tuple(full)
 
 
 # -- building --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.files.boxes import Box, full_box
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.state.randomness.init.distributions import Constant, Distribution, Normal, TruncatedNormal, Uniform
 
@@ -190,14 +191,11 @@ def record_initialization() -> Iterator[Recorder]:
 # by running its ops. Everything else is `Unknown`, with a reason.
 
 
-Slices = tuple[slice, ...]
-
-
 @dataclass(frozen=True)
 class Fill:
     """A distribution over a box of the full tensor."""
 
-    box: Slices
+    box: Box
     distribution: Distribution
 
 
@@ -265,7 +263,7 @@ class _Reader:
             if isinstance(fills_after, Unknown):
                 return fills_after
             fills = fills_after
-        full = tuple(slice(0, size) for size in tensor.size)
+        full = full_box(tensor.size)
         return Fills(tuple(fills)) if fills and fills[0].box == full else Unknown("a part of it is never filled")
 
     def _fills_after(self, op: RecordedOp, tensor: View, fills: list[Fill]) -> list[Fill] | Unknown:
@@ -276,7 +274,7 @@ class _Reader:
         box = _box(target, tensor) if isinstance(target, View) else None
         if box is None:
             return Unknown(f"{op.name} fills a part of it that is no block")
-        is_full = box == tuple(slice(0, size) for size in tensor.size)
+        is_full = box == full_box(tensor.size)
         filled = _filled(op)
         if filled is not None:
             return [Fill(box, filled)] if is_full else [*fills, Fill(box, filled)]
@@ -377,7 +375,7 @@ def _affine(op: RecordedOp) -> tuple[float, float]:
     )
 
 
-def _box(view: View, tensor: View) -> Slices | None:
+def _box(view: View, tensor: View) -> Box | None:
     """The block of a tensor that a view of the same storage covers; None if it covers no block.
 
     Compares offsets and strides: along each dim of the tensor, the view has an interval or a single index.
@@ -391,5 +389,5 @@ def _box(view: View, tensor: View) -> Slices | None:
         length = dims.pop(0)[0] if dims and (dims[0][1] == stride or dims[0][0] == size == 1) else 1
         if start + length > size:
             return None
-        box.append(slice(start, start + length))
+        box.append((start, start + length))
     return None if dims or offset else tuple(box)

@@ -12,8 +12,8 @@ from typing import Any
 
 from parallelize.axes.zero.data_ranks import GradientSize, partition
 from parallelize.axes.zero.optimizer_shards import GATHER_BYTES
-from parallelize.base.files.boxes import Box, box_of
-from parallelize.base.layout import even_interval, part_inside
+from parallelize.base.files.boxes import Box
+from parallelize.base.layout import even_interval
 from parallelize.base.mesh import MeshSpec, folded, folded_coordinates
 from parallelize.plan.parameter_shards import ParameterShard, expert_zero_dim, zero_groups
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
@@ -282,6 +282,6 @@ def _boxes_of(
     dim = expert_zero_dim(layout, ranks) if row.axis == "ep" and zero == 3 else 0
     window[dim] = even_interval(window[dim][1], ranks, coordinates.get(zero_axis, 0) if ranks > 1 else 0)
     for pair in layout.slices(rank):
-        part = part_inside(pair, window)
+        part = pair.in_window(window)
         if part is not None:
-            yield box_of(part.full)
+            yield part.box

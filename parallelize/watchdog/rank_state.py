@@ -5,32 +5,28 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import sysconfig
 import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from parallelize.base.package import FOLDER
+from parallelize.base.user_code import INSTALLED, PYTHON, TORCH, is_user_code
 from parallelize.state.records import resolution_of
 from parallelize.watchdog.call_log import CallLog, CollectiveCall, GroupCalls
 
-_TORCH = str(Path(torch.__file__).parent)
 _COMMUNICATES = (
     f"{FOLDER}/comm/",
     f"{FOLDER}/watchdog/",
     f"{FOLDER}/base/torch_private/torch_groups.py",
-    f"{_TORCH}/distributed/",
+    f"{TORCH}/distributed/",
 )
-_WORKS_ALONE = (f"{_TORCH}/distributed/checkpoint/", f"{_TORCH}/distributed/fsdp/")
-_COMPUTES = (f"{_TORCH}/distributed/tensor/", f"{_TORCH}/distributed/pipelining/")  # beside what it communicates
-_DISPATCHES = f"{_TORCH}/_ops.py"
-_PYTHON = sysconfig.get_path("stdlib")
-_INSTALLED = sysconfig.get_path("purelib")
+_WORKS_ALONE = (f"{TORCH}/distributed/checkpoint/", f"{TORCH}/distributed/fsdp/")
+_COMPUTES = (f"{TORCH}/distributed/tensor/", f"{TORCH}/distributed/pipelining/")  # beside what it communicates
+_DISPATCHES = f"{TORCH}/_ops.py"
 _PASSED_ON = "torch/nn/modules/module.py"
 """A file whose lines only call the next one."""
 _PATCHES, _CALLS = f"{FOLDER}/watchdog/call_patches.py", ("call", "wait")
@@ -110,7 +106,7 @@ def _communicates(file: str) -> bool:
 
 
 def _is_of_python(file: str) -> bool:
-    return file.startswith((_PYTHON, "<")) and not file.startswith(_INSTALLED)
+    return file.startswith((PYTHON, "<")) and not file.startswith(INSTALLED)
 
 
 def _positions(frame: Any) -> list[tuple[int, int]]:
@@ -128,13 +124,8 @@ def stack_lines(frame: Any) -> list[str]:
     return [line_of(entry) for entry in entries if not entry.filename.endswith(_PASSED_ON)][-_STACK_LINES:]
 
 
-def is_user_code(file: str) -> bool:
-    """Whether a file is neither of this package, nor of PyTorch, nor installed, nor of Python itself."""
-    return not file.startswith((f"{FOLDER}/", f"{_TORCH}/", _PYTHON, "<")) and "site-packages" not in file
-
-
 def line_of(summary: traceback.FrameSummary) -> str:
-    file = summary.filename.removeprefix(f"{Path(_TORCH).parent}/").removeprefix(f"{Path(FOLDER).parent}/")
+    file = summary.filename.removeprefix(f"{Path(TORCH).parent}/").removeprefix(f"{Path(FOLDER).parent}/")
     return f"{file}:{summary.lineno} in {summary.name}: {(summary.line or '').strip()}"
 
 

@@ -19,12 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.errors import HandshakeError, ModelError, ParallelizeError, Problem
+from parallelize.base.user_code import innermost_module, is_user_code
 from parallelize.comm.mesh_view import MeshView
 from parallelize.comm.uncaught_errors import publish_uncaught_errors
 from parallelize.watchdog.call_gate import COLLECTIVES_DIFFER, CallGate
 from parallelize.watchdog.call_log import CallLog
 from parallelize.watchdog.call_patches import Undo, record_calls
-from parallelize.watchdog.rank_state import is_user_code, line_of, rank_state
+from parallelize.watchdog.rank_state import line_of, rank_state
 from parallelize.watchdog.store_channel import LOST, StoreChannel
 from parallelize.watchdog.verdict import crash_file, remove_if_empty, write_state
 from parallelize.watchdog.watch_thread import COLLECT_S, GRACE_S, WatchedRank, WatchThread
@@ -283,15 +284,9 @@ def follows_from_another_rank(error: BaseException) -> bool:
 def described(error: BaseException, log: CallLog) -> dict[str, Any]:
     """An error as plain data: its text, the module and the line of the user's code that raised it, its stack."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
-    place, module, trace = "", "", error.__traceback__
-    while trace is not None:
-        if is_user_code(trace.tb_frame.f_code.co_filename):
-            entry = traceback.extract_tb(trace, limit=1)[0]
-            place = line_of(entry)
-        owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in log.names.names:
-            module = log.names.names[id(owner)]
-        trace = trace.tb_next
+    entries = traceback.extract_tb(error.__traceback__)
+    place = next((line_of(entry) for entry in reversed(entries) if is_user_code(entry.filename)), "")
+    module = innermost_module(error, log.names.names)
     lines = [line for entry in traceback.format_tb(error.__traceback__) for line in entry.rstrip().splitlines()]
     problems = problems_as_data(error) if isinstance(error, ParallelizeError) else []
     return {"text": text, "module": module, "place": place, "stack": lines[-_STACK_LINES:], "problems": problems}

@@ -19,6 +19,7 @@ from torch import nn
 
 from parallelize.base.errors import PipelineError, Problem, ShapeError
 from parallelize.base.torch_private.torch_groups import default_store
+from parallelize.base.user_code import frames_of, innermost_module
 from parallelize.ops.vocabulary.class_targets import check_ids
 from parallelize.watchdog.watching import follows_from_another_rank
 
@@ -51,15 +52,14 @@ class Failure:
     def of(cls, error: BaseException, root: nn.Module, stage: int, microbatch: int, kind: str) -> Failure:
         named = _named(error)
         text = "".join(traceback.format_exception_only(type(named), named)).strip()
-        module = _module_of(error, root)
+        module = innermost_module(error, {id(module): name for name, module in root.named_modules()})
         return cls(dist.get_rank(), stage, microbatch, _PHASES[kind], module, text, time.time())
 
 
 def _named(error: BaseException) -> BaseException:
     """`id-out-of-range` for torch's IndexError of an embedding, as tables over `tp` raise it; else the error itself."""
-    trace = error.__traceback__ if isinstance(error, IndexError) else None
-    while trace is not None:
-        values = trace.tb_frame.f_locals
+    for frame, _ in frames_of(error) if isinstance(error, IndexError) else ():
+        values = frame.f_locals
         rows = getattr(values.get("self"), "num_embeddings", None)
         for ids in values.values():
             if isinstance(rows, int) and isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32):
@@ -67,21 +67,7 @@ def _named(error: BaseException) -> BaseException:
                     check_ids(ids, rows, "ids")
                 except ShapeError as named:
                     return named
-        trace = trace.tb_next
     return error
-
-
-def _module_of(error: BaseException, root: nn.Module) -> str:
-    """The fqn of the innermost module in the traceback, or an empty string."""
-    names = {id(module): name for name, module in root.named_modules()}
-    innermost = ""
-    trace = error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and names.get(id(owner)):
-            innermost = names[id(owner)]
-        trace = trace.tb_next
-    return innermost
 
 
 def raise_together(local: Failure | None, group: dist.ProcessGroup, cause: BaseException | None) -> None:

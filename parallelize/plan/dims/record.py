@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallelize.base.package import FOLDER
+from parallelize.base.user_code import frame_of_caller, place_of
 from parallelize.plan.dims.factors import Dim, new_dim, unify
 
 T = torch.Tensor
@@ -299,9 +297,6 @@ class Record:
         return first or second
 
 
-_TORCH = os.path.dirname(torch.__file__)
-
-
 _OVER_RANKS = "load_balancing_loss_func"
 """Of `transformers`: where its operations need all tokens, the sums over ranks are made
 (`axes/zero/router_loss.py`)."""
@@ -309,17 +304,9 @@ _OVER_RANKS = "load_balancing_loss_func"
 
 def line_of_model() -> str:
     """File and line of the innermost code that is neither PyTorch's nor this package's."""
-    frame = _model_frame()
-    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return place_of(frame_of_caller(sys._getframe(1)))
 
 
 def _is_over_ranks() -> bool:
-    frame = _model_frame()
+    frame = frame_of_caller(sys._getframe(1))
     return frame is not None and frame.f_code.co_name == _OVER_RANKS
-
-
-def _model_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, FOLDER)):
-        frame = frame.f_back
-    return frame

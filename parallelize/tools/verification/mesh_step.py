@@ -18,6 +18,7 @@ from parallelize.axes.tensor.overlap_sites import planned_call_sites
 from parallelize.axes.vocabulary.logits.sharded_logits import ShardedLogits
 from parallelize.axes.vocabulary.loss.losses import cross_entropy
 from parallelize.base.errors import ModelError, ParallelizeError, Problem
+from parallelize.base.user_code import location_of
 from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.model_facts import describe
 from parallelize.plan.models.model_source import copy_of
@@ -30,7 +31,7 @@ from parallelize.tools.verification.module_trace import ModuleTrace, ModuleTrace
 from parallelize.tools.verification.precision import computing_in, widen_recompute
 from parallelize.tools.verification.reference import LEARNING_RATE, InputGradients, logits_of
 from parallelize.tools.verification.relations import error_of
-from parallelize.tools.verification.user_errors import location_of, summary
+from parallelize.tools.verification.user_errors import summary
 from parallelize.training.apply_axes import parallelize_model
 
 T = torch.Tensor

@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from parallelize.base.errors import HandshakeError, MeshError, ParallelizeError, Problem
 from parallelize.base.torch_private import torch_groups as private_groups
+from parallelize.base.user_code import location_of
 from parallelize.comm.groups import destroy_groups
 from parallelize.tools.verification.configuration import Request
 from parallelize.tools.verification.runner import ProgressCallback, RunResult, on_this_rank
-from parallelize.tools.verification.user_errors import location_of, summary
+from parallelize.tools.verification.user_errors import summary
 
 _LOOPBACK = "127.0.0.1"
 _START_S = 60.0  # for every process to load Python and torch, in addition to the timeout

@@ -23,6 +23,7 @@ from parallelize.axes.tensor.watch.shard_operations import Call, mixes, scramble
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.package import FOLDER
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.base.user_code import TORCH, frame_of_caller, place_of
 from parallelize.plan.pattern import generic
 
 T = torch.Tensor
@@ -31,9 +32,8 @@ _FACTORIES = frozenset(
     ["zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty"]
 )
 _POSITIONS = frozenset(("arange", "linspace", "range"))
-_TORCH = os.path.dirname(torch.__file__)
 _DROPOUT = os.path.join(FOLDER, "state", "randomness", "dropout")  # its mode passes on what the model calls
-_COLLECTIVES = os.path.join(_TORCH, "distributed")
+_COLLECTIVES = os.path.join(TORCH, "distributed")
 _MIXED = "mixed torch.Tensor and DTensor"  # what DTensor says of an operation with both
 
 
@@ -93,7 +93,7 @@ class ShardFollower(TorchFunctionMode):
             if _MIXED in str(error):
                 names = [name for name, p in self.root.named_parameters() if any(p is x for x in tensors)]
                 if names:
-                    raise reads_parameter(running[-1], names[0], _place(_model_code(sys._getframe(2)))) from error
+                    raise reads_parameter(running[-1], names[0], place_of(frame_of_caller(sys._getframe(1)))) from error
             if any(x in self.shards for x in tensors) and is_shape_error(error):
                 raise misread_shard(running[-1], error) from error
             raise
@@ -149,7 +149,7 @@ class ShardFollower(TorchFunctionMode):
 
     def _refuse(self, call: Call, caller: FrameType, shard: ShardDim, kind: str) -> None:
         module = type(self.modules[-1]).__name__ if self.modules else "the model"
-        by = f"{call.name.strip('_')} in {module} ({_place(_model_code(caller))})"
+        by = f"{call.name.strip('_')} in {module} ({place_of(frame_of_caller(caller) or caller)})"
         if shard.kind == "sequence":
             what = f"{by} needs all tokens, and a rank has a part of each sequence in the sequence-parallel region"
             if kind == "count":
@@ -193,23 +193,11 @@ def _caller() -> FrameType | None:
     """The innermost frame of code that is not torch's; None within a collective or conversion of
     `torch.distributed`."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _DROPOUT)):
+    while frame is not None and frame.f_code.co_filename.startswith((TORCH, _DROPOUT)):
         if frame.f_code.co_filename.startswith(_COLLECTIVES):
             return None
         frame = frame.f_back
     return frame
-
-
-def _model_code(frame: FrameType) -> FrameType:
-    """The innermost frame, from this one, of the user's code."""
-    outer: FrameType | None = frame
-    while outer is not None and outer.f_code.co_filename.startswith((_TORCH, FOLDER)):
-        outer = outer.f_back
-    return outer or frame
-
-
-def _place(frame: FrameType) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _is_of_model(frame: FrameType, modules: list[nn.Module]) -> bool:

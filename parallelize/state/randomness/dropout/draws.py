@@ -25,6 +25,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.base.package import FOLDER
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.base.torch_private.torch_draws import serve_draws
+from parallelize.base.user_code import TORCH, is_ours
 from parallelize.ops.random.counter import Key, key
 from parallelize.state.randomness.dropout.call_sites import DropoutSites
 from parallelize.state.randomness.dropout.draw_places import DrawPlace, no_place
@@ -203,12 +204,10 @@ OPERATIONS = (*IN_PLACE, *_SERVED, *_BY_GENERATOR, "randperm.generator_out")
 # hooks, wrappers) is not in it.
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_PACKAGE = FOLDER + os.sep
-_DTENSOR = os.path.join(_TORCH, "distributed", "tensor") + os.sep
+_DTENSOR = os.path.join(TORCH, "distributed", "tensor") + os.sep
 _MODULES = nn.modules.module.__file__
 _INDUCTOR = "torch._inductor."  # begins the name of the module that a compiled graph's file is
-_UNITS = os.path.join(_PACKAGE, "axes", "recomputation", "unit.py")
+_UNITS = os.path.join(FOLDER, "axes", "recomputation", "unit.py")
 
 
 class DrawCall(NamedTuple):
@@ -250,7 +249,7 @@ def draw_call(is_known: Callable[[nn.Module], bool], again: bool) -> DrawCall | 
             if in_checkpoint:
                 raise _checkpointed(place)
             return DrawCall(module, "/".join(reversed(path)), place, compiled)
-        if not file.startswith((_TORCH, _PACKAGE)):
+        if not is_ours(file):
             place = place or f"{os.path.basename(file)}:{frame.f_lineno}"
             step = f"{code.co_name}:{frame.f_lasti}"
             # in a class that `fully_shard` derives, what `transformers` wraps around a layer's forward is there twice

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from parallelize.base.boxes import Box, box_of, intersection, relative_to, slices_of, starts
 from parallelize.base.errors import Problem, ShapeError
-from parallelize.base.files.boxes import Box, box_of, intersection, relative_to, slices_of, starts
 
 Interval = tuple[int, int]
 

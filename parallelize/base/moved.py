@@ -23,7 +23,7 @@ MOVED = {
     "torch_private": "base.torch_private",
     "checkpoint.format.paths": "base.files.paths",
     "checkpoint.format.strict_json": "base.files.strict_json",
-    "checkpoint.format.boxes": "base.files.boxes",
+    "checkpoint.format.boxes": "base.boxes",
     "checkpoint.format.digests": "base.files.digests",
     "checkpoint.format.json_encoder": "checkpoint.format.json_codec",
     "checkpoint.format.json_decoder": "checkpoint.format.json_codec",

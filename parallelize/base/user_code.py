@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from types import FrameType
-
-import torch
-from torch import nn
 
 from parallelize.base.package import FOLDER
 
-TORCH = os.path.dirname(torch.__file__)
+_SPEC = find_spec("torch")
+TORCH = os.path.dirname(_SPEC.origin) if _SPEC is not None and _SPEC.origin else "torch"
+"""Its folder. Does not import torch."""
 PYTHON, INSTALLED = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
 _OURS = (FOLDER + os.sep, TORCH + os.sep)
 
@@ -66,6 +66,5 @@ def innermost_module(error: BaseException, names: Mapping[int, str]) -> str:
 
     names: by the id of each module.
     """
-    owners = (frame.f_locals.get("self") for frame, _ in frames_of(error))
-    found = [names.get(id(owner), "") for owner in owners if isinstance(owner, nn.Module)]
+    found = [names.get(id(frame.f_locals.get("self")), "") for frame, _ in frames_of(error)]
     return next((name for name in reversed(found) if name), "")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize.base.files.boxes import box_of, volume
+from parallelize.base.boxes import box_of, volume
 from parallelize.base.layout import Layout, SlicePair, replicated
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.model_facts import named_once

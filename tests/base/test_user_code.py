@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ def test_an_error_is_at_the_line_of_the_user_and_in_the_innermost_module():
     model = nn.Sequential(nn.Identity(), nn.Sequential(Fails()))
     error = failure(model)
     file, _, line = location_of(error).rpartition(":")
-    assert file == __file__ and open(file).readlines()[int(line) - 1].strip().endswith("# the line of the error")
+    assert file == __file__ and Path(file).read_text().splitlines()[int(line) - 1].endswith("# the line of the error")
     assert innermost_module(error, {id(module): name for name, module in model.named_modules()}) == "1.0"
     assert innermost_module(error, {}) == ""
 

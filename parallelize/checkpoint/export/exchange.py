@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize.base.files.boxes import Box
+from parallelize.base.boxes import Box
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.checkpoint.export.weight_buckets import BucketPlan, MessageInBuffer
 from parallelize.checkpoint.hub.tensor_messages import OwnedBoxes, StridedRegion, TensorMessage, as_target

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from parallelize.base.boxes import full_box, shape_of, volume
 from parallelize.base.errors import CheckpointError, Problem
-from parallelize.base.files.boxes import full_box, shape_of, volume
 from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.header import SIZES
 from parallelize.checkpoint.hub.file_shards import HubTensor

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from parallelize.base.files.boxes import Box, shape_of
+from parallelize.base.boxes import Box, shape_of
 from parallelize.base.files.digests import BLOCK_BYTES
 from parallelize.checkpoint.format import header as dtypes
 

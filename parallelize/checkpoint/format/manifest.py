@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from parallelize.base.boxes import Box, contains, full_box, overlapping, volume
 from parallelize.base.errors import CheckpointError, Problem
-from parallelize.base.files.boxes import Box, contains, full_box, overlapping, volume
 from parallelize.base.files.digests import DIGEST_BYTES, digest_of
 from parallelize.base.files.paths import check_name, open_file, read_small
 from parallelize.base.files.strict_json import read_json, write_json

@@ -12,8 +12,8 @@ from threading import Lock
 
 import torch
 
+from parallelize.base.boxes import Box, contains, runs, shape_of, slices_of, volume
 from parallelize.base.errors import CheckpointError, Problem
-from parallelize.base.files.boxes import Box, contains, runs, shape_of, slices_of, volume
 from parallelize.base.files.digests import BLOCK_BYTES, digest_of, read_digests
 from parallelize.base.files.paths import open_file
 from parallelize.checkpoint.format.device_pieces import DevicePieces, Scratch, bytes_of, torch_dtype

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallelize.base.boxes import Part
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
-from parallelize.base.files.boxes import Part
 from parallelize.checkpoint.hub.names import ModelTensor, Shape, TensorSources, parts_to_save
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from parallelize.base.files.boxes import Box
+from parallelize.base.boxes import Box
 from parallelize.checkpoint.hub.names import ModelTensor
 from parallelize.checkpoint.hub.pretrained import all_names
 from parallelize.checkpoint.run.local_tensors import BoxToWrite, LocalTensor, ModelOnMesh

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.base.boxes import shape_of, slices_of
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
-from parallelize.base.files.boxes import shape_of, slices_of
 from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.format.device_pieces import empty, torch_dtype
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors

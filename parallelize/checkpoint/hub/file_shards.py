@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallelize.base.boxes import Part, full_box, volume
 from parallelize.base.errors import CheckpointError, Problem
-from parallelize.base.files.boxes import Part, full_box, volume
 from parallelize.base.files.paths import check_name, read_small
 from parallelize.base.files.strict_json import read_json
 from parallelize.checkpoint.format.header import SIZES

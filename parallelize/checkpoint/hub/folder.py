@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.shard_data import data_of
+from parallelize.base.boxes import Box, full_box, slices_of
 from parallelize.base.errors import CheckpointError, Problem, short_list
-from parallelize.base.files.boxes import Box, full_box, slices_of
 from parallelize.base.files.paths import open_file
 from parallelize.checkpoint.format.device_pieces import Arena, code_of, empty, torch_dtype
 from parallelize.checkpoint.format.reader import Buffers, TensorFile

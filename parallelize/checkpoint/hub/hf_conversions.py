@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.base.boxes import Part
 from parallelize.base.errors import CheckpointError, Problem, short_list
-from parallelize.base.files.boxes import Part
 from parallelize.checkpoint.hub.traced import Traced, named
 
 Shape = tuple[int, ...]

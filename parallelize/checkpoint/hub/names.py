@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from parallelize.base.boxes import Part, full_part
 from parallelize.base.errors import CheckpointError, Problem, near, short_list
-from parallelize.base.files.boxes import Part, full_part
 from parallelize.checkpoint.hub.hf_conversions import (
     ConvertedCheckpoint,
     ConvertedTensor,

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.base.errors import CheckpointError, Problem, short_list
-from parallelize.base.files.boxes import (
+from parallelize.base.boxes import (
     Box,
     shape_of,
     volume,
 )
+from parallelize.base.errors import CheckpointError, Problem, short_list
 from parallelize.base.terminal.console import Progress
 from parallelize.checkpoint.format.device_pieces import Arena, torch_dtype
 from parallelize.checkpoint.hub.adapter_folder import (

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from parallelize.base.errors import CheckpointError, Problem
-from parallelize.base.files.boxes import (
+from parallelize.base.boxes import (
     Box,
     Part,
     intersection,
@@ -24,6 +23,7 @@ from parallelize.base.files.boxes import (
     starts,
     volume,
 )
+from parallelize.base.errors import CheckpointError, Problem
 from parallelize.checkpoint.format.header import FLOATS
 from parallelize.checkpoint.hub.folder import HubFolder
 from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, TensorSources

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallelize.base.errors import CheckpointError, Problem
-from parallelize.base.files.boxes import (
+from parallelize.base.boxes import (
     Box,
     Part,
     full_part,
@@ -23,6 +22,7 @@ from parallelize.base.files.boxes import (
     slices_of,
     starts,
 )
+from parallelize.base.errors import CheckpointError, Problem
 from parallelize.checkpoint.format.device_pieces import code_of, torch_dtype
 from parallelize.checkpoint.hub.adapter_folder import stock_parts_to_save
 from parallelize.checkpoint.hub.described_tensors import Owned, describe_tensors

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from parallelize.base.files.boxes import Part, full_part
+from parallelize.base.boxes import Part, full_part
 from parallelize.base.torch_private.torch_tensors import tree_leaves, tree_map, written_tensors
 
 aten = torch.ops.aten

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from parallelize.base.errors import CheckpointError, Problem
-from parallelize.base.files.boxes import (
+from parallelize.base.boxes import (
     Box,
     full_box,
     intersection,
@@ -27,6 +26,7 @@ from parallelize.base.files.boxes import (
     starts,
     volume,
 )
+from parallelize.base.errors import CheckpointError, Problem
 from parallelize.checkpoint.format.device_pieces import Arena, empty, torch_dtype
 from parallelize.checkpoint.format.header import TensorEntry
 from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor

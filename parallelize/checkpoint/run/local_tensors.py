@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from parallelize.axes.zero.shard_data import data_of
+from parallelize.base.boxes import Box
 from parallelize.base.errors import CheckpointError, ModelError, Problem
-from parallelize.base.files.boxes import Box
 from parallelize.base.layout import even_interval, replicated
 from parallelize.base.mesh import EXPERT_AXES
 from parallelize.checkpoint.format.device_pieces import code_of

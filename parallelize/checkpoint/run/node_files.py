@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from parallelize.base.agreement import ranks_by_value
+from parallelize.base.boxes import full_box, shape_of, slices_of
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, short_list
-from parallelize.base.files.boxes import full_box, shape_of, slices_of
 from parallelize.base.files.paths import read_small
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.format.device_pieces import empty, torch_dtype

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from parallelize.base.boxes import Box, relative_to, shape_of, slices_of, starts, volume
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
-from parallelize.base.files.boxes import Box, relative_to, shape_of, slices_of, starts, volume
 from parallelize.base.layout import replicated
 from parallelize.checkpoint.format.device_pieces import Arena, Scratch, code_of, torch_dtype
 from parallelize.checkpoint.format.header import SIZES

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from parallelize.base.boxes import full_box, volume
 from parallelize.base.errors import CheckpointError, Problem
-from parallelize.base.files.boxes import full_box, volume
 from parallelize.base.files.digests import KEY
 from parallelize.base.files.paths import open_file
 from parallelize.checkpoint.format import folders

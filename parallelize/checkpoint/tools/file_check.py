@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from parallelize.base.boxes import shape_of
 from parallelize.base.errors import CheckpointError, Problem
-from parallelize.base.files.boxes import shape_of
 from parallelize.base.files.digests import BLOCK_BYTES, digest_of, read_digests
 from parallelize.checkpoint.format.gather import Source, gathered, sources_of, step_folders
 from parallelize.checkpoint.format.header import FileInfo, Header, TensorEntry, read_header

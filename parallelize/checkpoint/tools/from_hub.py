@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.base.boxes import Box, Part, full_part, slices_of
 from parallelize.base.errors import CheckpointError, Problem
-from parallelize.base.files.boxes import Box, Part, full_part, slices_of
 from parallelize.base.mesh import MeshSpec
 from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor

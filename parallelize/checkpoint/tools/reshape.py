@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from parallelize.base.errors import CheckpointError, MeshError, Problem, ShapeError, did_you_mean
-from parallelize.base.files.boxes import (
+from parallelize.base.boxes import (
     Box,
     Part,
     intersection,
@@ -30,6 +29,7 @@ from parallelize.base.files.boxes import (
     starts,
     volume,
 )
+from parallelize.base.errors import CheckpointError, MeshError, Problem, ShapeError, did_you_mean
 from parallelize.base.layout import Chunk, Layout, even_interval, packed, replicated
 from parallelize.base.mesh import AXES, MeshSpec
 from parallelize.checkpoint.format import disk, folders

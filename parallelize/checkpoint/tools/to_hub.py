@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from parallelize.base.boxes import Box, Part, full_box, full_part
 from parallelize.base.errors import CheckpointError, Problem, did_you_mean, short_list
-from parallelize.base.files.boxes import Box, Part, full_box, full_part
 from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.gather import Source, gather

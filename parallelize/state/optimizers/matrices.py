@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.base.boxes import Box, full_box
 from parallelize.base.errors import ModelError, Problem
-from parallelize.base.files.boxes import Box, full_box
 from parallelize.base.layout import Chunk
 from parallelize.state.records import pipeline_cut, record_of
 

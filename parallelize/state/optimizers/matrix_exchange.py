@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from parallelize.base.errors import ModelError, Problem
-from parallelize.base.files.boxes import (
+from parallelize.base.boxes import (
     Box,
     intersection,
     relative_to,
@@ -18,6 +17,7 @@ from parallelize.base.files.boxes import (
     starts,
     volume,
 )
+from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import SlicePair
 from parallelize.comm.groups import Group
 from parallelize.state.optimizers.matrices import flops_of, matrix_shape_of

@@ -8,8 +8,8 @@ import os
 import numpy as np
 import pytest
 
+from parallelize.base.boxes import intersection, overlapping, slices_of, volume
 from parallelize.base.errors import CheckpointError
-from parallelize.base.files.boxes import intersection, overlapping, slices_of, volume
 from parallelize.base.files.paths import check_name, read_named, read_small
 from parallelize.base.files.strict_json import read_json, write_json
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from parallelize.base.boxes import full_box, shape_of
 from parallelize.base.errors import CheckpointError
 from parallelize.base.files import digests
-from parallelize.base.files.boxes import full_box, shape_of
 from parallelize.checkpoint.format import reader, writer
 from parallelize.checkpoint.format.device_pieces import DevicePieces, code_of
 from parallelize.checkpoint.format.reader import TensorFile

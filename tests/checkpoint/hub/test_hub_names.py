@@ -23,8 +23,8 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
+from parallelize.base.boxes import Part, shape_of, slices_of
 from parallelize.base.errors import CheckpointError
-from parallelize.base.files.boxes import Part, shape_of, slices_of
 from parallelize.checkpoint.hub import hf_conversions
 from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, find_sources, parts_to_save
 from parallelize.checkpoint.hub.traced import Traced, WritesInPlaceError, named

@@ -17,8 +17,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from parallelize.base.boxes import volume
 from parallelize.base.errors import CheckpointError, MeshError
-from parallelize.base.files.boxes import volume
 from parallelize.base.layout import Chunk, packed
 from parallelize.base.mesh import MeshSpec
 from parallelize.checkpoint.format import folders

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from parallelize.base.boxes import full_box
 from parallelize.base.errors import ModelError
-from parallelize.base.files.boxes import full_box
 from parallelize.state.optimizers.matrices import flops_of
 from parallelize.state.optimizers.matrix_exchange import assign_owners
 from tests.support.refused import refused

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from parallelize.base.boxes import Box, full_box, starts
 from parallelize.base.errors import ModelError, PlanError, Problem
-from parallelize.base.files.boxes import Box, full_box, starts
 from parallelize.base.layout import replicated
 from parallelize.ops.random.counter import IndexRun, Key, blocks, key
 from parallelize.plan.pattern import check_pattern, generic, matches

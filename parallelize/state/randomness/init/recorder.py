@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from parallelize.base.boxes import Box, full_box
 from parallelize.base.errors import ModelError, Problem
-from parallelize.base.files.boxes import Box, full_box
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.state.randomness.init.distributions import Constant, Distribution, Normal, TruncatedNormal, Uniform
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from parallelize.axes.zero.data_ranks import GradientSize, partition
 from parallelize.axes.zero.optimizer_shards import GATHER_BYTES
-from parallelize.base.files.boxes import Box
+from parallelize.base.boxes import Box
 from parallelize.base.layout import even_interval
 from parallelize.base.mesh import MeshSpec, folded, folded_coordinates
 from parallelize.plan.parameter_shards import ParameterShard, expert_zero_dim, zero_groups

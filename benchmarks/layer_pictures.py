@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/plan-reference.md: one layer of Llama over four ranks, as its plan shards it.
+"""Draws the pictures of README.md and docs/plan-reference.md: one layer of Llama, as its plan shards it.
 
 python -m benchmarks.layer_pictures
 """
@@ -15,7 +15,7 @@ from parallelize.plan.choose import plan_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
-from parallelize.tools.analysis.show.layer_chart import draw_layer
+from parallelize.tools.analysis.show.layer_chart import draw_layer, draw_lines
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 TITLES = {
@@ -36,6 +36,9 @@ def pictures() -> dict[str, str]:
         options = Options(sequence_parallel="sequence" in name)
         resolved = resolve(plan_of(model, None), describe(model), MeshSpec([("tp", 4)]), options)
         drawn[name] = draw_layer(resolved, "model.layers.0", title)
+    options = Options(sequence_parallel=True)
+    resolved = resolve(plan_of(model, None), describe(model), MeshSpec([("tp", 2)]), options)
+    drawn["plan_lines"] = draw_lines(resolved, "model.layers.0", "mlp", "What four lines of a plan do to a stock MLP")
     return drawn
 
 

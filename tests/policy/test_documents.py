@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = {
     str(path.relative_to(ROOT)): path for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 }
-MAX_README_LINES = 155
+MAX_README_LINES = 140
 EXAMPLE_TIMEOUT_S = 120
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -273,10 +273,18 @@ def test_plans_lint(name, number, body, tmp_path, capsys):
 
 
 @pytest.mark.torch_free
-@pytest.mark.parametrize("name", ["README.md", "docs/plan-reference.md"])
-def test_the_llama_plan_is_the_shipped_one(name):
+def test_the_llama_plan_is_the_shipped_one():
     shipped = yaml.safe_load((ROOT / "tp_plans" / "llama.yaml").read_text())
-    assert shipped in [yaml.safe_load(body) for body in blocks_of(name, "yaml")]
+    assert shipped in [yaml.safe_load(body) for body in blocks_of("docs/plan-reference.md", "yaml")]
+    (shown,) = (yaml.safe_load(body) for body in blocks_of("README.md", "yaml"))
+    assert is_part_of(shown, shipped)
+
+
+def is_part_of(shown: object, whole: object) -> bool:
+    """Whether a plan has what is shown of it, and maybe more keys."""
+    if isinstance(shown, dict) and isinstance(whole, dict):
+        return all(key in whole and is_part_of(value, whole[key]) for key, value in shown.items())
+    return shown == whole
 
 
 EXAMPLES = [("README.md", "first.py"), ("docs/quick-start.md", "train.py")]

@@ -86,6 +86,61 @@ def draw_layer(resolved: ResolvedPlan, layer: str, title: str) -> str:
     return standalone(picture(title, _WIDTH, bottom + 8, [*body, *keys]))
 
 
+_LINE, _CODE_END, _PART, _LINES_WIDTH = 46.0, 220.0, 56.0, 800.0
+
+
+def draw_lines(resolved: ResolvedPlan, layer: str, block: str, title: str) -> str:
+    """A standalone SVG of the lines of a plan for one block of a layer: what each does to the weight on each rank, and
+    what is sent.
+
+    Args:
+        resolved: a plan over `tp`.
+        layer, block: fqn of the layer, and where the names of the block's modules begin in it, such as `mlp`.
+    """
+    steps = [step for step in layer_steps(resolved, layer) if block in step.row.fqn[len(layer) + 1 :]]
+    ranks = range(resolved.tp_size)
+    weights = _CODE_END + 26
+    after = weights + (_PART + 14) * len(ranks) + 20
+    body = [text_at(_NAME, 24, title, style="title", size=15)]
+    heads = [(_NAME, "a line of the plan"), (after, "the weight"), (after + 175, "sent, forward / backward")]
+    body += [text_at(x, 52, head, style="quiet") for x, head in heads]
+    body += [text_at(weights + (_PART + 14) * n + _PART / 2, 52, f"rank {n}", "middle", "quiet") for n in ranks]
+    for number, step in enumerate(steps):
+        top = _TOP + number * _LINE
+        middle, weight = top + 20, step.weight
+        code = f"{step.row.fqn[len(layer) + 1 :]}: {step.row.contract.style}"
+        body.append(text_at(_NAME, middle, shortened(code, _CODE_END), style="title", size=13))
+        if weight is not None:
+            body += _parts(weight, weights, top, len(ranks))
+            said = f"{shape(weight.layout.local_shape(0))} of {shape(weight.fact.shape)}"
+            body.append(text_at(after, middle, said, style="quiet"))
+        if sent := _sent(step.row):
+            body.append(text_at(after + 175, middle, sent, style="warn"))
+    return standalone(picture(title, _LINES_WIDTH, _TOP + len(steps) * _LINE + 4, body))
+
+
+def _parts(weight: ParameterRow, left: float, top: float, ranks: int) -> list[str]:
+    """For each rank the outline of a weight, with the part that it stores in its color."""
+    body, dim, height = [], weight.layout.dim, _LINE - 14
+    for rank in range(ranks):
+        x = left + (_PART + 14) * rank
+        if dim is None:
+            body.append(box(x, top, _PART, height, "c6 pale3"))
+        elif dim == 0:
+            body.append(box(x, top + rank * height / ranks, _PART, height / ranks, f"c{rank % 8}"))
+        else:
+            body.append(box(x + rank * _PART / ranks, top, _PART / ranks, height, f"c{rank % 8}"))
+        body.append(box(x, top, _PART, height, "outline"))
+    return body
+
+
+def _sent(row: ModuleRow) -> str:
+    """What a module's boundary sends: `input: all-gather / reduce-scatter`."""
+    sides = (("input", row.contract.enter), ("output", row.contract.leave))
+    named = ((side, c.forward or "-", c.backward or "-") for side, c in sides if c.forward or c.backward)
+    return "; ".join(f"{side}: {there} / {back}".replace("_", "-") for side, there, back in named)
+
+
 def _draw_step(step: LayerStep, ranks: int, top: float, prefix: int) -> list[str]:
     contract, middle = step.row.contract, top + _TILE_HEIGHT / 2
     body = [text_at(_NAME, middle - 2, shortened(step.row.fqn[prefix:], 210), style="title", size=13)]

@@ -13,7 +13,15 @@ from parallelize.plan.choose import plan_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
-from parallelize.tools.analysis.show.layer_chart import FEATURES, FULL, SUMMANDS, TOKENS, draw_layer, layer_steps
+from parallelize.tools.analysis.show.layer_chart import (
+    FEATURES,
+    FULL,
+    SUMMANDS,
+    TOKENS,
+    draw_layer,
+    draw_lines,
+    layer_steps,
+)
 from tests.support.models import tiny_model
 
 LAYERS = {"llama": "model.layers.0", "gpt2": "transformer.h.0"}
@@ -60,3 +68,12 @@ def test_a_picture_names_what_is_sent():
     svg = draw_layer(resolved("llama", True), "model.layers.0", "a <layer>")
     assert svg.count(">all-gather<") == svg.count(">reduce-scatter<") == 2 and "a &lt;layer&gt;" in svg
     assert draw_layer(resolved("llama", False), "model.layers.0", "").count(">all-reduce<") == 2
+
+
+def test_the_lines_of_a_block_show_each_ranks_part_of_its_weights():
+    svg = draw_lines(resolved("llama", True), "model.layers.0", "mlp", "lines")
+    texts = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("}text")]
+    modules = [text.partition(":")[0] for text in texts if text.startswith("mlp")]
+    assert modules == ["mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert svg.count('class="outline"') == 3 * 4  # three weights on four ranks
+    assert "input: all-gather / reduce-scatter" in texts and "output: reduce-scatter / all-gather" in texts

@@ -78,8 +78,8 @@ REDUCTIONS = [
         "gradients are summed over dp alone",
         "reductions",
         "axes.zero.data_ranks:DataRanks.of_dense",
-        "spec.data_axes, spec.shard_axis",
-        "spec.data_axes[-1:], spec.shard_axis",
+        "mesh.spec.data_axes, mesh.spec.shard_axis",
+        "mesh.spec.data_axes[-1:], mesh.spec.shard_axis",
         "hsdp-zero1 dp-cp-zero1",
     ),
     Fault(

@@ -104,7 +104,7 @@ def different(parallel: ParallelModel, optimizer: Any, expected: dict[str, torch
         equal = all(torch.equal(stored.local[pair.local], full[pair.full]) for pair in stored.slices)
         wrong += [] if equal and stored.shape == tuple(full.shape) else [tensor.name]
     steps = {
-        stepped.name: float(state["step"])
+        stepped.local.name: float(state["step"])
         for stepped in optimizers.parameters_of(on_mesh, optimizer)
         if (state := optimizer.state.get(stepped.parameter))
     }

@@ -41,11 +41,10 @@ def names_of_parameters(on_mesh: ModelOnMesh) -> dict[int, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class SteppedParameter:
-    """A parameter of an optimizer. `group`: index of its parameter group. `name`: in the checkpoint."""
+    """A parameter of an optimizer, as this rank stores it. `group`: index of its parameter group."""
 
     group: int
     parameter: Any
-    name: str
     local: LocalTensor
 
 
@@ -64,7 +63,7 @@ def parameters_of(on_mesh: ModelOnMesh, optimizer: Optimizer) -> Iterator[Steppe
                 raise CheckpointError(Problem("foreign-parameter", what + " that is not the model's", fix=fix))
             name = on_mesh.canonical(names[0])
             local = on_mesh.local_tensor(name, where.of(names, parameter), owner=on_mesh.writes(names[0]))
-            yield SteppedParameter(index, parameter, name, local)
+            yield SteppedParameter(index, parameter, local)
 
 
 def collect(
@@ -75,7 +74,8 @@ def collect(
     states: dict[str, Any] = {}
     members: dict[int, list[str]] = {}
     for stepped in parameters_of(on_mesh, optimizer):
-        name, local = stepped.name, stepped.local
+        local = stepped.local
+        name = local.name
         members.setdefault(stepped.group, []).append(name)
         state = optimizer.state.get(stepped.parameter)
         if state is None:
@@ -212,11 +212,11 @@ def plan_optimizer(
     saved_groups: dict[int, set[int]] = {}  # group of the optimizer -> saved groups that its parameters were in
     unsaved = []
     for stepped in parameters_of(on_mesh, optimizer):
-        if stepped.name not in group_of:
-            unsaved.append(stepped.name)
+        if stepped.local.name not in group_of:
+            unsaved.append(stepped.local.name)
             continue
-        saved_groups.setdefault(stepped.group, set()).add(group_of[stepped.name])
-        plan.add(stepped, description["state"].get(stepped.name))
+        saved_groups.setdefault(stepped.group, set()).add(group_of[stepped.local.name])
+        plan.add(stepped, description["state"].get(stepped.local.name))
     if unsaved and strict:
         what = f"the {type(optimizer).__name__} steps parameters that the saved one did not: {short_list(unsaved, 4)}"
         raise CheckpointError(Problem("missing-parameter", what, fix=did_you_mean(unsaved[0], group_of)))
@@ -252,26 +252,27 @@ class _Plan:
 
     def _add_moment(self, stepped: SteppedParameter, key: str) -> None:
         tensors, where = self.files.manifest.tensors, str(self.files.folder)
-        full_name = f"{self.name}/{stepped.name}/{key}"
+        full_name = f"{self.name}/{stepped.local.name}/{key}"
         saved, stored = tensors.get(full_name), stepped.local.stored
         if saved is None:
             raise CheckpointError(Problem("missing-tensor", f"no tensor {full_name!r} was saved", where))
         if saved.shape != stored.shape:
-            what = f"{key} of {stepped.name} was saved as {list(saved.shape)}, the parameter is {list(stored.shape)}"
+            what = (
+                f"{key} of {stepped.local.name} was saved as {list(saved.shape)}, the parameter is {list(stored.shape)}"
+            )
             raise CheckpointError(Problem("wrong-shape", what, where))
-        dtype = _dtype_of_moment(saved, tensors.get(f"model/{stepped.name}"), stepped.parameter)
+        dtype = _dtype_of_moment(saved, tensors.get(f"model/{stepped.local.name}"), stepped.parameter)
         current = _current_moment(self.restored.optimizer, stepped.parameter, key, dtype)
         local = allocate_local(stored, dtype, self.files.arena) if current is None else current
         self.restored.moments.append((stepped.parameter, key, local))
         self.jobs += jobs_for(self.files, saved, stored, local, hidden=current is None)
 
     def _add_value(self, stepped: SteppedParameter, key: str, encoded: Any, on_device: bool) -> None:
-        value = decode(encoded, lambda where: read_full(self.files, where), f"{self.name}.{stepped.name}.{key}")
+        value = decode(encoded, lambda where: read_full(self.files, where), f"{self.name}.{stepped.local.name}.{key}")
         axes = sorted(stepped.local.stored.axes)
         if isinstance(value, T) and value.numel() != 1 and axes:
-            what = (
-                f"{key} of {stepped.name} is {list(value.shape)}, and the parameter is sharded over {', '.join(axes)}"
-            )
+            shape, over = list(value.shape), ", ".join(axes)
+            what = f"{key} of {stepped.local.name} is {shape}, and the parameter is sharded over {over}"
             raise CheckpointError(Problem("unsavable-state", what, fix="load it where the parameter is not sharded"))
         self.restored.values.append((stepped.parameter, key, value, on_device))
 

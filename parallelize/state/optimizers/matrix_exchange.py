@@ -28,15 +28,6 @@ SENT = torch.bfloat16
 lost."""
 
 
-@dataclass(frozen=True)
-class LocalBox:
-    """Elements of a matrix that this rank stores. `local`: slices of its local tensor."""
-
-    matrix: OwnedMatrix
-    box: Box
-    local: tuple[slice, ...]
-
-
 class MatrixExchange:
     """The two exchanges of a step.
 
@@ -52,8 +43,8 @@ class MatrixExchange:
         self.owned = [matrix for matrix in matrices if matrix.owner == self.rank]
         self._to_owner = exchanged_elements(matrices, self.rank, self.size, to_owner=True)
         self._from_owner = exchanged_elements(matrices, self.rank, self.size, to_owner=False)
-        self._sends = self._local_boxes(matrices, pairs, lambda part: part.sender == self.rank)
-        self.local_boxes = self._local_boxes(matrices, pairs, lambda part: self.rank in part.holders)
+        self._sends = self._stored_here(matrices, pairs, lambda part: part.sender == self.rank)
+        self.stored_here = self._stored_here(matrices, pairs, lambda part: self.rank in part.holders)
 
     @property
     def sent_elements(self) -> int:
@@ -61,25 +52,29 @@ class MatrixExchange:
         both = (self._to_owner[0], self._from_owner[0])
         return sum(count for sent in both for rank, count in enumerate(sent) if rank != self.rank)
 
-    def _local_boxes(self, matrices: Sequence[OwnedMatrix], pairs: Any, takes: Callable[[Any], bool]) -> list[LocalBox]:
-        """By owner, and in the order of matrices: as the buffers of both exchanges are."""
-        boxes = []
+    def _stored_here(
+        self, matrices: Sequence[OwnedMatrix], pairs: Mapping[str, Sequence[SlicePair]], takes: Callable[[Any], bool]
+    ) -> list[tuple[OwnedMatrix, SlicePair]]:
+        """Elements of a matrix that this rank stores, by owner and in the order of matrices: as the buffers of both
+        exchanges are."""
+        stored = []
         for matrix in sorted(matrices, key=lambda matrix: matrix.owner):
             for part in matrix.parts:
                 if takes(part):
-                    boxes.append(LocalBox(matrix, part.box, _local_slices(pairs[matrix.name], part.box)))
-        return boxes
+                    inside = (pair.within(part.box) for pair in pairs[matrix.name])
+                    stored.append((matrix, next(pair for pair in inside if pair is not None and pair.box == part.box)))
+        return stored
 
     def gather(self, updates: Mapping[str, T], device: torch.device) -> list[T]:
         """The matrices that this rank owns, in full. `updates`: name -> local tensor; a parameter without one sends
         zeros."""
         flat = torch.zeros(sum(self._to_owner[0]), dtype=SENT, device=device)
         at = 0
-        for item in self._sends:
-            count = volume(item.box)
-            if item.matrix.name in updates:
-                view = flat[at : at + count].view(shape_of(item.box))
-                view.copy_(updates[item.matrix.name][item.local])
+        for matrix, pair in self._sends:
+            count = volume(pair.box)
+            if matrix.name in updates:
+                view = flat[at : at + count].view(shape_of(pair.box))
+                view.copy_(updates[matrix.name][pair.local])
             at += count
         received = self._all_to_all(flat, *self._to_owner)
         return self._assembled(received)
@@ -99,7 +94,7 @@ class MatrixExchange:
         return full
 
     def scatter(self, results: Sequence[T], device: torch.device) -> list[T]:
-        """For each of `local_boxes`, its elements of the owner's result. `results`: of the matrices that this rank
+        """For each of `stored_here`, its elements of the owner's result. `results`: of the matrices that this rank
         owns."""
         flat = torch.empty(sum(self._from_owner[0]), dtype=SENT, device=device)
         at = 0
@@ -112,8 +107,9 @@ class MatrixExchange:
                         view.copy_(result[_slices_in_matrix(part.box, matrix.box)])
                         at += count
         received = self._all_to_all(flat, *self._from_owner)
-        sizes = [volume(item.box) for item in self.local_boxes]
-        return [part.view(shape_of(i.box)) for i, part in zip(self.local_boxes, received.split(sizes), strict=True)]
+        boxes = [pair.box for _, pair in self.stored_here]
+        parts = received.split([volume(box) for box in boxes])
+        return [part.view(shape_of(box)) for box, part in zip(boxes, parts, strict=True)]
 
     def _all_to_all(self, flat: T, sent: list[int], received: list[int]) -> T:
         if self._group is None or self.size == 1:
@@ -133,11 +129,6 @@ class MatrixExchange:
 
 def _slices_in_matrix(box: Box, matrix: Box) -> tuple[slice, ...]:
     return slices_of(relative_to(box, starts(matrix))[-2:])
-
-
-def _local_slices(pairs: Sequence[SlicePair], box: Box) -> tuple[slice, ...]:
-    """Where a box of the full parameter is in this rank's local tensor."""
-    return next(part.local for pair in pairs if (part := pair.within(box)) is not None and part.box == box)
 
 
 # -- owners ----------------------------------------------------------------------------------------------------------

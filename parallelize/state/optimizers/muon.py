@@ -178,11 +178,11 @@ class Muon(Optimizer):
         parts = exchange.scatter(results, device)
         for group, p in stepped.values():
             private.plain_local(p).mul_(1 - _number(group["lr"]) * group["weight_decay"])
-        for item, part in zip(exchange.local_boxes, parts, strict=True):
-            if item.matrix.name in stepped:
-                group, p = stepped[item.matrix.name]
-                lr = adjusted_lr(_number(group["lr"]), group["adjust_lr_fn"], item.matrix.shape)
-                private.plain_local(p)[item.local].add_(part, alpha=-lr)
+        for (matrix, pair), part in zip(exchange.stored_here, parts, strict=True):
+            if matrix.name in stepped:
+                group, p = stepped[matrix.name]
+                lr = adjusted_lr(_number(group["lr"]), group["adjust_lr_fn"], matrix.shape)
+                private.plain_local(p)[pair.local].add_(part, alpha=-lr)
 
     @staticmethod
     def _orthogonalized(group: dict[str, Any], full: T) -> T:

@@ -43,37 +43,38 @@ RESUMED: tuple[ResumedKeys, ...] = (
         "model",
         "name set",
         COMPARED,
-        "class and config, whatever the path, except dropout, coefficients of losses and implementations, which take "
-        "effect; "
-        "of a function its name and arguments. May differ: the file's model gets the saved weights",
+        "class and config, at any path; of a function, its name and arguments. Dropout, coefficients of losses and "
+        "implementations take effect. If accepted: the file's model gets the saved weights",
     ),
     _keys(
         "model",
         "initialize",
         COMPARED,
-        "a seed, or names and sizes of the weight files, whatever the path. May differ: the weights are the saved ones",
+        "a seed, or names and sizes of the weight files, at any path. If accepted: the weights are the saved ones",
     ),
     _keys(
-        "model", "quantize lora", COMPARED, "May differ: the file's model gets the saved tensors, of the same shapes"
+        "model", "quantize lora", COMPARED, "If accepted: the file's model gets the saved tensors, of the same shapes"
     ),
     _keys(
         "data",
         "text jsonl field function args tokenizer sequence",
         POSITION,
-        "the same number of rows, or of sources. May differ: the file's data begin anew",
+        "the number of rows, or of sources, is the same. If accepted: the file's data start from the beginning",
     ),
-    _keys("data", "seed shuffle", POSITION, "the same order. May differ: the file's data begin anew"),
+    _keys(
+        "data", "seed shuffle", POSITION, "the order is the same. If accepted: the file's data start from the beginning"
+    ),
     _keys(
         "data",
         "global_batch",
         POSITION,
-        "the rows taken are a multiple of it; the position is the same number of rows. May differ: the file's data "
-        "begin anew",
+        "the rows taken so far are a multiple of it; the position stays at that row. If accepted: the file's data "
+        "start from the beginning",
     ),
     _keys("data", "cache microbatch workers", EFFECT, "from the next step on"),
     _keys("", "mesh plan device", EFFECT, "a checkpoint loads on any"),
     ResumedKeys("options", NAMES, EFFECT, "a checkpoint loads under any"),
-    _keys("optimizer", "name", COMPARED, "May differ: its state begins anew"),
+    _keys("optimizer", "name", COMPARED, "If accepted: its state starts from zero"),
     _keys(
         "optimizer",
         "lr args",
@@ -82,13 +83,21 @@ RESUMED: tuple[ResumedKeys, ...] = (
     ),
     _keys("optimizer", "clip", EFFECT, "from the next step on"),
     _keys(
-        "schedule", "warmup_steps decay final_fraction", EFFECT, "at the step that was reached, as if from the start"
+        "schedule",
+        "warmup_steps decay final_fraction",
+        EFFECT,
+        "from the step that was reached, as if the run had always had it",
     ),
-    _keys("", "steps", EFFECT, "the last step, also of the schedule"),
-    _keys("", "seed", EFFECT, "of dropout, from the next step on; adapters are the saved ones"),
+    _keys("", "steps", EFFECT, "at once: the last step, also of the schedule"),
+    _keys("", "seed", EFFECT, "from the next step on, for dropout; adapters are the saved ones"),
     _keys("checkpoints", "folder every keep_last keep_every asynchronous shared may_differ", EFFECT, "at once"),
     _keys("metrics", "every jsonl tensorboard wandb html profile_every predict", EFFECT, "at once"),
-    _keys("anomalies", "nonfinite spike spike_factor window most", EFFECT, "at once; the losses and the count go on"),
+    _keys(
+        "anomalies",
+        "nonfinite spike spike_factor window most",
+        EFFECT,
+        "at once; the earlier losses and the count are kept",
+    ),
     _keys("watch", "timeout_s folder", EFFECT, "at once"),
     _keys("", "schema_version hardware grace_s timeout_s", EFFECT, "at once"),
 )

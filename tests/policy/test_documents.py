@@ -244,6 +244,14 @@ def test_every_document_is_in_the_index():
 
 
 @pytest.mark.torch_free
+def test_tools_read_the_same_index():
+    """`llms.txt` has each page with the text that the index has of it."""
+    rows = [cells_of(row) for _, table in tables_of((ROOT / "docs" / "README.md").read_text()) for row in table[2:]]
+    listed = re.findall(r"^- \[([\w.-]+)\]\(docs/\1\): (.*)$", (ROOT / "llms.txt").read_text(), re.MULTILINE)
+    assert listed == [(LINK.findall(link)[0], text) for link, text in rows]
+
+
+@pytest.mark.torch_free
 def test_every_public_name_is_in_the_api_table():
     rows = [cells_of(row)[0] for _, table in tables_of((ROOT / "docs" / "api.md").read_text()) for row in table]
     listed = Counter(name for cell in rows if cell.startswith("`") for name in re.findall(r"`(\w+)`", cell))

@@ -154,7 +154,9 @@ class BatchReader:
 
 
 def _no_sum() -> ModelError:
-    what = "`loss` returns a mean over a microbatch, which would be divided once more by the number of targets of the step"
+    what = (
+        "`loss` returns a mean over a microbatch, which would be divided once more by the number of targets of the step"
+    )
     fix = 'the sum over the microbatch (reduction="sum"); with `count`, if it is divided by something else than targets'
     return ModelError(Problem("loss-no-sum", what, fix=fix))
 

@@ -41,8 +41,9 @@ class _Marks:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for tensor in _tensors(output):
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.metadata[_RANKS] = self.ranks
+                node: Any = tensor.grad_fn
+                if node is not None:
+                    node.metadata[_RANKS] = self.ranks
 
 
 def _tensors(output: Any) -> Iterator[T]:
@@ -90,6 +91,8 @@ def data_ranks_of(node: Any) -> int:
 
 
 def rank_mean(ranks: int) -> ModelError:
-    what = f"this loss is a mean over the targets of one rank, and its gradients would be summed over {ranks} data ranks"
+    what = (
+        f"this loss is a mean over the targets of one rank, and its gradients would be summed over {ranks} data ranks"
+    )
     fix = "parallelize.cross_entropy(logits, targets, mesh=mesh); or a sum, divided by valid_tokens(targets, mesh)"
     return ModelError(Problem("mean-of-rank", what, fix=fix))

@@ -1,4 +1,4 @@
-"""A mean over one rank's targets is no loss of several data ranks, whose gradients are summed: its backward is refused."""
+"""A mean over one rank's targets is no loss of several data ranks, whose gradients are summed: it is refused."""
 
 from __future__ import annotations
 

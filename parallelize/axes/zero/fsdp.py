@@ -206,6 +206,8 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
         if owner._parameters:
             unit = module.get_submodule(_unit_of(name, managed))
             owner.register_load_state_dict_pre_hook(partial(_shard_what_is_loaded, unit))
+            if unit is module and owner is not module:
+                owner.register_forward_pre_hook(partial(_refuse_outside, name, spec.shard_axis), prepend=True)
     for name, mark in marks.items():
         mark_parameter(module.get_parameter(name), shared=mark)
     pairs = zip(names, units, strict=True)
@@ -270,6 +272,15 @@ def _refuse_gathered(unit: Any, *_: Any) -> None:
     """The parameters of a unit that stays gathered are none to step: an optimizer that was given them would train
     nothing."""
     refuse_steps(parameter for group in unit_groups(unit) for parameter in gathered_parameters(group))
+
+
+def _refuse_outside(name: str, axis: str, owner: nn.Module, *_: Any) -> None:
+    """Raises: ModelError `outside-unit` for a call of a module in no unit, while its parameters are shards."""
+    parameter: Any = next(iter(owner._parameters.values()))
+    if isinstance(parameter, DTensor) and axis in (parameter.device_mesh.mesh_dim_names or ()):
+        what = f"{name} is called outside of a forward of the model, which gathers its parameters under ZeRO 3"
+        fix = "call the model; zero=2; or name it among the `units` of shard_data, or the plan's `zero_units`"
+        raise ModelError(Problem("outside-unit", what, fix=fix))
 
 
 def _refuse_copy(memo: dict) -> NoReturn:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from parallelize import Muon, check_loader
@@ -34,6 +35,25 @@ right(
     "AdamW under ZeRO 1, saved, and resumed on another mesh",
     at=ON_ZERO1,
 )(resume_adamw_elsewhere)
+
+
+@refused(
+    "huggingface/transformers#48569",
+    "2026-09",
+    "the optimizer of a model over tensor parallelism comes back with a wrong state, and nothing says so",
+    "the first rank's `optimizer.state_dict()` of AdamW, loaded on both ranks of tp",
+    at=replace(ON_TP, overrides={"vocab_size": 68}),
+    by="`load_state_dict`",
+    slug="state-of-other-rank",
+)
+def state_of_the_first_rank(side: Side) -> None:
+    side.place()
+    optimizer = side.optimizer(torch.optim.AdamW, **STABLE)
+    side.step(0)
+    side.update()
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, optimizer.state_dict())
+    optimizer.load_state_dict(states[0])
 
 
 @right(

@@ -83,9 +83,8 @@ def cross_entropy(
     """
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "weight": weight}
     options["reduction"] = reduction
-    if reduction == "mean" and mesh is None and num_tokens is None and logits.grad_fn is not None:
-        if (ranks := data_ranks_of(logits.grad_fn)) > 1:
-            raise rank_mean(ranks)
+    if reduction == "mean" and mesh is None and num_tokens is None:
+        _refuse_mean_of_rank(logits)
     if isinstance(logits, DeferredLogits) and (deferred := logits.deferred) is not None:
         return deferred.cross_entropy(targets, mesh=mesh, z_loss=z_loss, num_tokens=num_tokens, **options)
     local, vocabulary = shard_of(logits)
@@ -95,6 +94,13 @@ def cross_entropy(
     if reduction == "mean" and num_tokens is None:
         count = sum_over_data_axes(prepared.divisor, mesh)
     return prepared.reduced(losses, reduction, count)
+
+
+def _refuse_mean_of_rank(logits: T) -> None:
+    """Raises: ModelError `mean-of-rank` for logits of a model whose gradients are summed over data ranks."""
+    ranks = data_ranks_of(logits.grad_fn) if logits.grad_fn is not None else 1
+    if ranks > 1:
+        raise rank_mean(ranks)
 
 
 def linear_cross_entropy(

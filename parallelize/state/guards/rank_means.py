@@ -64,7 +64,7 @@ def refuse_rank_mean(roots: Any) -> None:
     Raises: ModelError `mean-of-rank`.
     Cost: the name of a node; a walk of the graph only from a loss that is a mean.
     """
-    for root in (roots,) if isinstance(roots, T) else roots:
+    for root in (roots,) if isinstance(roots, T) else roots if isinstance(roots, (tuple, list)) else ():
         ranks = data_ranks_of(root.grad_fn) if isinstance(root, T) and is_mean(root) else 1
         if ranks > 1:
             raise rank_mean(ranks)

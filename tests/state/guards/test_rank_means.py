@@ -69,6 +69,8 @@ def test_what_is_divided_afterwards_or_by_all_ranks_is_not_judged():
         ).backward()
         with torch.no_grad():
             cross_entropy(logits(), LABELS)  # of an evaluation
+        sums = (logits().sum() * factor for factor in (1.0, 2.0))
+        torch.autograd.backward(sums)  # an iterator, which is read once
         other = nn.Linear(67, 5).double()  # a model of nobody's mesh beside it
         F.cross_entropy(other(flat.detach()), LABELS.flatten() % 5).backward()
 

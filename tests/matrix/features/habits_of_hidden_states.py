@@ -19,7 +19,14 @@ from tests.matrix.sides import Side
 
 T = torch.Tensor
 DECODERS = {"needs": {"causal", "stock"}}
-HIDDEN = {**DECODERS, "refused": {"hidden-states-are-shards": "ranks of a region would return parts of the sequence"}}
+PARTS = {
+    **DECODERS,
+    "refused": {
+        "hidden-states-are-shards": "ranks of a sequence-parallel region would return parts of the sequence",
+        "outside-unit": "what is in no ZeRO unit is gathered by the model's own forward",
+        "outside-context": "over cp a layer learns the length of the sequences from the model's forward",
+    },
+}
 
 
 def _hidden(side: Side, number: int = 0, model: Any = None) -> list[T]:
@@ -36,7 +43,7 @@ def _embeds(number: int, width: int) -> T:
     return torch.randn(ROWS, LENGTH, width, generator=generator, dtype=torch.float64)
 
 
-@habit(**HIDDEN, on=whole_model)
+@habit(**PARTS, on=whole_model)
 def penalty_on_hidden_states(side: Side) -> None:
     side.place()
     for number in range(2):
@@ -45,7 +52,7 @@ def penalty_on_hidden_states(side: Side) -> None:
         descend(side, loss + 1e-3 * sum(h.square().mean(-1).sum() for h in output.hidden_states) / (ROWS * LENGTH))
 
 
-@habit(**HIDDEN, on=whole_model, others=(None,))
+@habit(**PARTS, on=whole_model, others=(None,))
 def teacher_of_hidden_states(side: Side) -> None:
     """The mean square distance of the last two hidden states from those of a frozen model."""
     side.place()
@@ -73,7 +80,7 @@ def teacher_that_follows(side: Side) -> None:
         side.record(f"weight {name} of the teacher", weight)
 
 
-@habit(**HIDDEN, on=whole_sequences)
+@habit(**PARTS, on=whole_sequences)
 def similar_pairs(side: Side) -> None:
     """Two forwards of one model; the cosine of their mean states."""
     side.place()
@@ -119,11 +126,7 @@ def _base_and_head(side: Side) -> tuple[nn.Module, nn.Module]:
     return side.model.base_model, side.model.get_output_embeddings()
 
 
-@habit(
-    **DECODERS,
-    on=whole_model,
-    refused={"outside-context": "over cp the base knows its sequences from the model's call"},
-)
+@habit(**PARTS, on=whole_model)
 def base_and_head_apart(side: Side) -> None:
     """The base model is called, and its head on what it returns."""
     side.place()
@@ -133,7 +136,7 @@ def base_and_head_apart(side: Side) -> None:
         descend(side, side.summed_loss(head(hidden), side.targets(number)) / side.count(number))
 
 
-@habit(**DECODERS, on=whole_sequences)
+@habit(**PARTS, on=whole_sequences)
 def two_tokens_ahead(side: Side) -> None:
     """The head is called twice: for the next token, and for the one after it."""
     side.place()
@@ -144,7 +147,7 @@ def two_tokens_ahead(side: Side) -> None:
     descend(side, loss / side.count())
 
 
-@habit(**HIDDEN, on=whole_model)
+@habit(**PARTS, on=whole_model)
 def exit_of_each_layer(side: Side) -> None:
     """The head reads the state after each layer, and all of its losses are added."""
     side.place()
@@ -154,7 +157,7 @@ def exit_of_each_layer(side: Side) -> None:
     descend(side, sum(losses) / side.count())
 
 
-@habit(**DECODERS, on=whole_model)
+@habit(**PARTS, on=whole_model)
 def embeddings_of_ids_by_hand(side: Side) -> None:
     """The model's own table is called, and what it returns is passed in the place of ids."""
     side.place()
@@ -176,7 +179,7 @@ def mixed_embeddings(side: Side) -> None:
     descend(side, loss / side.count())
 
 
-@habit(**DECODERS, on=whole_sequences)
+@habit(**PARTS, on=whole_sequences)
 def prefix_of_embeddings(side: Side) -> None:
     """Two states before the tokens, as of an image; their logits are dropped."""
     side.place()

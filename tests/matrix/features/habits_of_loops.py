@@ -18,7 +18,7 @@ from tests.matrix.sides import Side
 
 STABLE = {"eps": 1e-2}
 DECODERS = {"needs": {"causal", "stock"}}
-NO_VOCABULARY = {"no-vocabulary-output": "a classifier has no vocabulary whose logits could stay sharded"}
+LOGITS_OF_CLASSES = {"loss_parallel": False}  # there is no vocabulary to shard
 
 
 @habit()
@@ -39,7 +39,7 @@ def rates_by_layer(side: Side) -> None:
     """A learning rate of its own for each parameter, smaller for lower layers, and a schedule over all of them."""
     side.place()
     groups = [
-        {"params": [parameter], "lr": 0.05 * 0.5 ** (2 - name.count(".1.") - 2 * ("head" in name))}
+        {"params": [parameter], "lr": 0.05 if ".1." in name else 0.025}
         for name, parameter in side.model.named_parameters()
     ]
     schedule = optim.lr_scheduler.LambdaLR(side.optimizer(optim.SGD, groups), lambda step: 0.5**step)
@@ -375,19 +375,19 @@ def _classifier(model: nn.Module) -> nn.Module:
     return scored
 
 
-@habit(**DECODERS, prepare=_classifier, on=whole_sequences, refused=NO_VOCABULARY)
+@habit(**DECODERS, prepare=_classifier, on=whole_sequences)
 def reward_of_pairs(side: Side) -> None:
     """A reward model: the score of each even row should exceed that of the row after it."""
-    side.place()
+    side.place(**LOGITS_OF_CLASSES)
     for number in range(2):
         scores = side.model(**side.inputs(number), use_cache=False).logits[:, 0]
         if len(scores) > 1:
             descend(side, -nn.functional.logsigmoid(scores[0::2] - scores[1::2]).sum() / (ROWS // 2))
 
 
-@habit(**DECODERS, prepare=_classifier, on=whole_sequences, refused=NO_VOCABULARY)
+@habit(**DECODERS, prepare=_classifier, on=whole_sequences)
 def classified_sequences(side: Side) -> None:
-    side.place()
+    side.place(**LOGITS_OF_CLASSES)
     for number in range(2):
         scores = side.model(**side.inputs(number), use_cache=False).logits
         classes = side.local(torch.arange(ROWS) % 3)

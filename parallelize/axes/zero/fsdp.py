@@ -202,12 +202,7 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
         {name: unit for name, unit in [*zip(names, units, strict=True), ("", module)] if unit in fsdp_units}, module
     )
     managed = [name for name, unit in zip(names, units, strict=True) if isinstance(unit, FSDPModule)]
-    for name, owner in module.named_modules():
-        if owner._parameters:
-            unit = module.get_submodule(_unit_of(name, managed))
-            owner.register_load_state_dict_pre_hook(partial(_shard_what_is_loaded, unit))
-            if unit is module and owner is not module:
-                owner.register_forward_pre_hook(partial(_refuse_outside, name, spec.shard_axis), prepend=True)
+    _hook_owners(module, managed, spec.shard_axis)
     for name, mark in marks.items():
         mark_parameter(module.get_parameter(name), shared=mark)
     pairs = zip(names, units, strict=True)
@@ -217,6 +212,19 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
     order = UnitOrder([(name_of.get(id(unit), ""), unit) for unit in fsdp_units], summed_over)
     unused = UnusedParameters(fsdp_units, summed_over, order, at_end=[BatchNormSync(module, summed_over).share])
     return FsdpEngine(module, fsdp_units, stages, options.defer, spec.shard_axis, unused, order)
+
+
+def _hook_owners(module: nn.Module, units: Sequence[str], axis: str) -> None:
+    """Let each module with parameters load shards, and be called by the model alone where it is in none of the units.
+
+    axis: over which parameters are sharded.
+    """
+    for name, owner in module.named_modules():
+        if owner._parameters:
+            unit = module.get_submodule(_unit_of(name, units))
+            owner.register_load_state_dict_pre_hook(partial(_shard_what_is_loaded, unit))
+            if unit is module and owner is not module:
+                owner.register_forward_pre_hook(partial(_refuse_outside, name, axis), prepend=True)
 
 
 def _folded_experts(module: nn.Module) -> list[str]:

@@ -169,7 +169,7 @@ def embeddings_of_ids_by_hand(side: Side) -> None:
 
 @habit(**DECODERS, on=whole_model)
 def mixed_embeddings(side: Side) -> None:
-    """Mixup: each row is mixed with its neighbour, and so are the two losses."""
+    """Mixup: each row is mixed with its neighbor, and so are the two losses."""
     side.place()
     width = side.model.config.hidden_size
     embeds, targets = side.local(_embeds(0, width)), side.targets()

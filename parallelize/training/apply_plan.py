@@ -187,7 +187,7 @@ def apply_plan(
                 symmetric_memory.require(tp, torch.device(mesh.device_type))
     if storage.check_replicated is not False and tp.size > 1:
         names = _full_on_each_rank(module, agreed.plan, storage.compares)
-        compare_weights(module, mesh, tp, "tp", names)
+        compare_weights(module, mesh, tp, "tp", names, buffers=record_of(module) is None)  # an earlier plan may shard
     with gc_paused(), Transaction(module):
         mark_applied(module)  # from here on it holds what is changed in other libraries
         if _has_rules(agreed.resolved):

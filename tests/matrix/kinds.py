@@ -218,7 +218,7 @@ KINDS: dict[str, Kind] = {
             attention_bias=False,
         ),
         _text,
-        traits=STOCK_TEXT,
+        traits=STOCK_TEXT | {"sizes"},
         deep={},
     ),
     "llama_published": Kind(
@@ -232,7 +232,7 @@ KINDS: dict[str, Kind] = {
             attention_bias=False,
         ),
         _text,
-        traits=STOCK_TEXT,
+        traits=STOCK_TEXT | {"sizes"},
     ),
     "gpt2": Kind(_family("gpt2"), _text, traits=STOCK_TEXT),
     "t5": Kind(

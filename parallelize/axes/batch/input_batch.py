@@ -52,13 +52,25 @@ class BatchForm:
         return InputBatch(self, args, kwargs, targets)
 
     def step_batch(self, args: tuple, kwargs: dict[str, Any], targets: Any = None) -> InputBatch:
-        """As `batch`, of a call of a step: without a cache, unless the caller asks for one.
+        """As `batch`, of a call of a step: without what would hide packed documents from the model.
 
-        Beside a cache, even an empty one, `transformers` does not look for packed documents. No step needs one.
+        Beside a cache, even an empty one, and beside a padding mask, even one without padding, `transformers` does not
+        look for packed documents. No step needs a cache, unless the caller asks for one. A mask of ones is read where
+        positions are passed too, which the host waits for.
         """
         if self.no_cache and kwargs.get("use_cache") is None and "use_cache" not in self.names[: len(args)]:
             kwargs = {**kwargs, **self.no_cache}
+        if self._hides_documents(kwargs.get(MASK), kwargs.get(self.positions)):
+            kwargs = {**kwargs, MASK: None}
         return InputBatch(self, args, kwargs, targets)
+
+    def _hides_documents(self, mask: Any, positions: Any) -> bool:
+        """Whether a mask has no padding, beside positions of several documents, and the model runs without one."""
+        given = all(isinstance(value, T) and value.ndim == 2 and not value.is_meta for value in (mask, positions))
+        parameter = self.signature.parameters.get(MASK)
+        if not given or parameter is None or parameter.default is not None:
+            return False
+        return bool((positions.diff(dim=-1) != 1).any() and mask.bool().all())
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from parallelize.ops.vocabulary.cross_entropy import mean_over
 from parallelize.plan.models.label_loss import label_loss
 from parallelize.plan.models.tiny_copy import own_class
 from parallelize.plan.models.wrapped_models import forward_signature, num_prompt_logits, stock_model
+from parallelize.state.guards.rank_means import is_mean
 
 T = torch.Tensor
 
@@ -66,6 +67,7 @@ class BatchReader:
         self.module, self.comparison, self.num_microbatches = module, comparison, num_microbatches
         self.stages, self.share_inputs, self.form = stages, share_inputs, BatchForm(module, whole)
         self.loss, self.count, self.reads_tokens = loss or token_loss, count or valid_tokens, loss is None
+        self._sums_tokens = loss is not None and count is None  # of the user, divided by the number of targets
         self._may_be_unshifted = loss is None and refuse_ids  # until targets of a step were compared with its ids
         self.context = context_of(module)
         self.check = check
@@ -127,8 +129,11 @@ class BatchReader:
         """The part of a microbatch in the loss of a step, by the model's output and the microbatch's targets."""
 
         def loss(output: Any, targets: Any) -> T:
+            value = self.loss(output, targets)
+            if self._sums_tokens and targets is not None and is_mean(value):
+                raise _no_sum()
             more = router_loss_of(self.module, output) if self.reads_tokens and not forward_only else 0.0
-            return mean_over(self.loss(output, targets), total) + more / self.num_microbatches
+            return mean_over(value, total) + more / self.num_microbatches
 
         return loss
 
@@ -146,6 +151,14 @@ class BatchReader:
         if self.context is None or targets is None:
             return targets
         return local_targets(self.context, batch.length, targets)
+
+
+def _no_sum() -> ModelError:
+    what = (
+        "`loss` returns a mean over a microbatch, which would be divided once more by the number of targets of the step"
+    )
+    fix = 'the sum over the microbatch (reduction="sum"); with `count`, if it is divided by something else than targets'
+    return ModelError(Problem("loss-no-sum", what, fix=fix))
 
 
 def _refuse_without_gradients() -> None:

@@ -25,6 +25,8 @@ from parallelize.state.guards.guard_table import (
     add_guards,
 )
 from parallelize.state.guards.other_libraries import refuse_wrappers
+from parallelize.state.guards.partial_values import watch_backwards
+from parallelize.state.guards.rank_means import mark_outputs
 from parallelize.state.guards.unreduced_gradients import NOT_REDUCED, guard_gradients
 from parallelize.state.records import applied, mark_of
 from parallelize.state.tensor_tables import TensorTable
@@ -53,6 +55,12 @@ def _guard_all(model: Guarded) -> None:
         guard_gradients(model.module, model.mesh, NOT_REDUCED)
 
 
+def _guard_means(model: Guarded) -> None:
+    if model.mesh is not None:
+        watch_backwards()
+        mark_outputs(model.module, model.mesh)
+
+
 add_guards(
     Guard(
         ("router-loss",),
@@ -74,6 +82,13 @@ add_guards(
         (REDUCED,),
         _guard_copies,
         applies=_sums_or_did,
+    ),
+    Guard(
+        ("mean-of-rank",),
+        "a backward of a loss that is the mean over one data rank's targets",
+        (REDUCED,),
+        _guard_means,
+        applies=_sums,
     ),
     Guard(
         ("other-data-parallel",),

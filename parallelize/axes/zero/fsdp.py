@@ -198,10 +198,7 @@ def apply_fsdp(module: nn.Module, mesh: MeshView, options: DataOptions, resolved
         {name: unit for name, unit in [*zip(names, units, strict=True), ("", module)] if unit in fsdp_units}, module
     )
     managed = [name for name, unit in zip(names, units, strict=True) if isinstance(unit, FSDPModule)]
-    for name, owner in module.named_modules():
-        if owner._parameters:
-            unit = module.get_submodule(_unit_of(name, managed))
-            owner.register_load_state_dict_pre_hook(partial(_shard_what_is_loaded, unit))
+    _hook_owners(module, managed, mesh.spec.shard_axis)
     for name, mark in marks.items():
         mark_parameter(module.get_parameter(name), shared=mark)
     pairs = zip(names, units, strict=True)
@@ -211,6 +208,19 @@ def apply_fsdp(module: nn.Module, mesh: MeshView, options: DataOptions, resolved
     order = UnitOrder([(name_of.get(id(unit), ""), unit) for unit in fsdp_units], summed_over)
     unused = UnusedParameters(fsdp_units, summed_over, order, at_end=[BatchNormSync(module, summed_over).share])
     return FsdpEngine(module, fsdp_units, stages, options.defer, mesh.spec.shard_axis, unused, order)
+
+
+def _hook_owners(module: nn.Module, units: Sequence[str], axis: str) -> None:
+    """Let each module with parameters load shards, and be called by the model alone where it is in none of the units.
+
+    axis: over which parameters are sharded.
+    """
+    for name, owner in module.named_modules():
+        if owner._parameters:
+            unit = module.get_submodule(_unit_of(name, units))
+            owner.register_load_state_dict_pre_hook(partial(_shard_what_is_loaded, unit))
+            if unit is module and owner is not module:
+                owner.register_forward_pre_hook(partial(_refuse_outside, name, axis), prepend=True)
 
 
 def _folded_experts(module: nn.Module) -> list[str]:
@@ -266,6 +276,15 @@ def _refuse_gathered(unit: Any, *_: Any) -> None:
     """The parameters of a unit that stays gathered are none to step: an optimizer that was given them would train
     nothing."""
     refuse_steps(parameter for group in unit_groups(unit) for parameter in gathered_parameters(group))
+
+
+def _refuse_outside(name: str, axis: str, owner: nn.Module, *_: Any) -> None:
+    """Raises: ModelError `outside-unit` for a call of a module in no unit, while its parameters are shards."""
+    parameter: Any = next(iter(owner._parameters.values()))
+    if isinstance(parameter, DTensor) and axis in (parameter.device_mesh.mesh_dim_names or ()):
+        what = f"{name} is called outside of a forward of the model, which gathers its parameters under ZeRO 3"
+        fix = "call the model; zero=2; or name it among the `units` of shard_data, or the plan's `zero_units`"
+        raise ModelError(Problem("outside-unit", what, fix=fix))
 
 
 def _refuse_copy(memo: dict) -> NoReturn:

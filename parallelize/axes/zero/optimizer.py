@@ -16,6 +16,7 @@ from parallelize.axes.zero.buckets import to_local
 from parallelize.axes.zero.optimizer_shards import OptimizerShard, gather_parameters
 from parallelize.axes.zero.reducer import added_error
 from parallelize.axes.zero.shard_data import DataRecord, data_of
+from parallelize.axes.zero.state_owners import OWNER, remember_owner
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_state_dicts as state_dicts
 from parallelize.base.torch_private import torch_tensors as private
@@ -49,7 +50,8 @@ def build_optimizer(
 
     It is an instance of that class: schedulers, `param_groups`, `state_dict` and `zero_grad` work as usual. Its state
     is stored as the ZeRO stage says, as DTensors. Where it steps float32 copies of narrower weights, its `state_dict()`
-    has them as "masters"; `load_state_dict` raises ModelError `master-of-other-shape` for those of another mesh.
+    has them as "masters"; `load_state_dict` raises ModelError `master-of-other-shape` for those of another mesh, and
+    `state-of-other-rank` for shards of another rank of the same mesh.
 
     Args:
         module: the model, after `parallelize_module` and `shard_data`.
@@ -100,6 +102,9 @@ def build_optimizer(
     mesh = mesh_of(module)
     if mesh is not None:
         agree_on_overflow(built, mesh)
+        record = record_of(module)
+        folds = record is not None and record.folded is not None
+        remember_owner(built, mesh, data.zero if data is not None else 0, folds)
     return built
 
 
@@ -367,6 +372,7 @@ class _ShownOptimizer:
         """The optimizer's, with the copies among the state."""
         state_dict = state_dicts.stock_state_dict(self._optimizer)
         masters = state_dict.pop(MASTERS, {})
+        state_dict.pop(OWNER, None)  # on whatever mesh it is loaded, PyTorch gives each rank its own shards
         state = {index: dict(values) for index, values in state_dict["state"].items()}
         for index, master in masters.items():
             state.setdefault(index, {})[MASTER] = master

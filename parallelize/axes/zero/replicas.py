@@ -20,24 +20,34 @@ _FIX = "seed all ranks alike before the model is built, or load the same weights
 
 
 def compare_weights(
-    module: nn.Module, mesh: MeshView, group: Group, axes: str, names: Iterable[str] | None = None
+    module: nn.Module,
+    mesh: MeshView,
+    group: Group,
+    axes: str,
+    names: Iterable[str] | None = None,
+    *,
+    buffers: bool = True,
 ) -> None:
-    """Compare what the ranks of a group store of parameters that must be equal. Call it on every rank of the mesh.
+    """Compare what the ranks of a group store of parameters and buffers that must be equal. Call it on every rank of
+    the mesh.
 
     Args:
-        module: the model. Parameters on meta are left out.
+        module: the model. What is on meta is left out.
         mesh: the mesh of the model. A difference is raised on all of its ranks.
         group: the ranks that are compared; alone: this rank waits for the others' result.
         axes: the axes of the group, for the message.
         names: of the parameters that are compared. Default: all.
+        buffers: whether the buffers are compared too, which a forward reads as it does parameters (rotary tables).
 
     Raises: HandshakeError `replicas-differ`, or `ranks-disagree` on the ranks whose own group is equal.
-    Cost: a handshake, a read of the parameters, and an all-gather of 40 bytes.
+    Cost: a handshake, a read of the parameters and buffers, and an all-gather of 40 bytes.
     """
     parameters = dict(module.named_parameters(remove_duplicate=names is None))
     stored = {name: to_local(parameters[name]) for name in (parameters if names is None else names)}
+    if buffers:
+        stored |= {name: to_local(buffer) for name, buffer in module.named_buffers() if buffer.numel()}
     with agree_on(mesh):
-        check_replicas(group, stored, "parameters", axes, _FIX)
+        check_replicas(group, stored, "parameters or buffers" if buffers else "parameters", axes, _FIX)
 
 
 def compare_data_ranks(
@@ -49,7 +59,7 @@ def compare_data_ranks(
     compares: bool = True,
 ) -> None:
     """`compare_weights` over the given axes, as far as the mesh has them. Folded experts are compared over their
-    copies.
+    copies, without buffers, which may be shards of them (codes of quantized experts).
 
     compares: False on ranks whose values are about to be replaced; the same on all ranks along `axes`.
     """
@@ -59,19 +69,26 @@ def compare_data_ranks(
         return
     experts = {name for row in record.resolved.parameters.values() if row.axis == "ep" for name in row.fact.names}
     present = list(dict(module.named_parameters()) if names is None else names)
-    _compare_over(module, mesh, axes, [name for name in present if name not in experts], compares)
+    _compare_over(module, mesh, axes, [name for name in present if name not in experts], compares, buffers=False)
     shards = mesh.spec.shard_axis
     of_copies = [axis for axis in ("dp_replicate", "edp") if ("dp_replicate" if axis != "edp" else shards) in axes]
-    _compare_over(module, record.folded, of_copies, [name for name in present if name in experts], compares)
+    of_experts = [name for name in present if name in experts]
+    _compare_over(module, record.folded, of_copies, of_experts, compares, buffers=False)
 
 
 def _compare_over(
-    module: nn.Module, mesh: MeshView, axes: Sequence[str], names: Iterable[str] | None, compares: bool
+    module: nn.Module,
+    mesh: MeshView,
+    axes: Sequence[str],
+    names: Iterable[str] | None,
+    compares: bool,
+    *,
+    buffers: bool = True,
 ) -> None:
     present = [axis for axis in mesh.spec.names if axis in axes and mesh.spec.size(axis) > 1]
     if present:
         group = mesh.group(*present) if compares else Group.alone()
-        compare_weights(module, mesh, group, " and ".join(present), names)
+        compare_weights(module, mesh, group, " and ".join(present), names, buffers=buffers)
 
 
 # -- sketches --------------------------------------------------------------------------------------------------------

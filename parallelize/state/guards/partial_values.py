@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.state.guards.rank_means import refuse_rank_mean
 from parallelize.state.records import mark_of
 
 _NAMES = "axes of planned models"
@@ -77,12 +78,18 @@ def _axis(mesh: Any, dim: int) -> str:
 
 def refuse_gradient_inputs() -> None:
     """Calls without `inputs` and calls on other tensors run as they are."""
-    private.wrap_in_torch("backward", _backward)
+    watch_backwards()
     private.wrap_in_torch("grad", _grad)
+
+
+def watch_backwards() -> None:
+    """Look at what a backward is given, before it runs: at its inputs, and at the losses that it begins with."""
+    private.wrap_in_torch("backward", _backward)
 
 
 def _backward(stock: Callable[..., None]) -> Callable[..., None]:
     def backward(*args: Any, **kwargs: Any) -> None:
+        refuse_rank_mean(kwargs.get("tensors", args[0] if args else ()))
         inputs = kwargs.get("inputs", args[5] if len(args) > 5 else None)
         if inputs is None:
             return stock(*args, **kwargs)

@@ -1,4 +1,5 @@
-"""Steps make no cache unless one is asked for: beside it the stock model does not keep packed documents apart."""
+"""Steps make no cache unless one is asked for, and pass no mask without padding: beside either the stock model does not
+keep packed documents apart."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from parallelize import build_mesh, parallelize_model
+from parallelize.axes.batch.input_batch import BatchForm
 from tests.support.context import alone, batch_of, error_of, family, on_mesh
 from tests.support.threads import run_ranks
 
@@ -30,6 +32,40 @@ def test_a_step_of_a_class_that_passes_use_cache_on(axes):
     for results in run_ranks(2, body):
         error, where = error_of(results, expected)
         assert error < 1e-12, where
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "x".join(axes))
+def test_a_mask_without_padding_does_not_join_documents(axes):
+    """As collators make it for any batch."""
+    model = family("llama")
+    expected = alone(model, IDS, TARGETS, position_ids=POSITIONS)
+    inputs = {"position_ids": POSITIONS, "attention_mask": torch.ones_like(POSITIONS)}
+
+    def body(rank):
+        return on_mesh(model, axes, IDS, TARGETS, inputs, num_microbatches=2)
+
+    for results in run_ranks(2, body):
+        error, where = error_of(results, expected)
+        assert error < 1e-12, where
+
+
+def test_masks_that_say_something_stay():
+    """Padding on one data rank; positions of one document; none at all."""
+    model = family("llama")
+    form = BatchForm(model)
+    ones, padded = torch.ones_like(POSITIONS), (torch.arange(10) > 2).expand(ROWS, -1)
+    one_document = torch.arange(10).expand(ROWS, -1)
+    for mask, positions in ((padded, POSITIONS), (ones, one_document), (ones, None)):
+        batch = form.step_batch((), {"input_ids": IDS, "attention_mask": mask, "position_ids": positions})
+        assert batch.mask is mask
+    assert form.step_batch((), {"attention_mask": ones, "position_ids": POSITIONS}).mask is None
+
+    def body(rank):
+        parallel = parallelize_model(copy.deepcopy(model), build_mesh("cpu", dp=2))
+        mask = ones if rank else padded
+        return parallel.step(input_ids=IDS, attention_mask=mask, position_ids=POSITIONS, targets=TARGETS).isfinite()
+
+    assert all(run_ranks(2, body))
 
 
 def test_a_cache_that_is_asked_for_is_made():

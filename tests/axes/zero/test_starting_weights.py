@@ -67,6 +67,22 @@ def test_weights_are_compared_where_they_are_read(axes):
     assert slugs_of([0, 0, 1, 1], apply) == others
 
 
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_buffers_are_compared_with_the_weights(axes):
+    """A rotary table, or a random projection, that one rank has made otherwise; those of `tp` are not broadcast."""
+
+    def apply(model: Block) -> None:
+        seed = int(model.up.bias.detach().sum() * 1e6)
+        model.down.register_buffer("scale", torch.tensor([float(seed), 1.0]), persistent=False)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        parallelize_model(model, build_mesh("cpu", **axes), RULES)
+
+    assert slugs_of([0, 1], apply) == [("replicas-differ",)] * 2
+    assert slugs_of([1, 1], apply) == [()] * 2
+
+
 def test_an_equal_group_waits_for_one_that_differs():
     assert slugs_of([0, 0, 1, 0], lambda model: shard_data(model, build_mesh("cpu", dp=2, tp=2))) == [
         ("replicas-differ",),

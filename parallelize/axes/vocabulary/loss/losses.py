@@ -38,6 +38,7 @@ from parallelize.ops.vocabulary.softmax import (
 )
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.state.guards.rank_means import marked_mean
 from parallelize.state.records import applied, mark_applied, part_of
 
 T = torch.Tensor
@@ -74,13 +75,23 @@ def cross_entropy(
 
     Returns: a scalar; [...] with reduction="none". In at least float32.
     Raises: ShapeError `bad-targets`, `id-out-of-range`, `bad-reduction`, `bad-label-smoothing`, `bad-class-weight`,
-        `bad-logits`; ModelError as `DeferredLogits`.
+        `bad-logits`; ModelError as `DeferredLogits`. In backward, ModelError `mean-of-rank` for a mean without `mesh`
+        and `num_tokens`, where gradients are summed over data ranks.
     Cost: forward, three all-reduces of one value per token over the tp group (four for class probabilities). Backward,
         none. A mean over data axes takes one scalar all-reduce. `DeferredLogits`: as `linear_cross_entropy`.
     Source: softmax cross entropy with label smoothing as `torch.nn.CrossEntropyLoss`; z-loss, arXiv:2204.02311 sec. 5.
     """
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "weight": weight}
     options["reduction"] = reduction
+    if reduction == "mean" and mesh is None and num_tokens is None:
+        return marked_mean(_cross_entropy(logits, targets, None, z_loss, None, **options))
+    return _cross_entropy(logits, targets, mesh, z_loss, num_tokens, **options)
+
+
+def _cross_entropy(
+    logits: T, targets: T, mesh: AnyMesh | None, z_loss: float, num_tokens: T | int | None, **options: Any
+) -> T:
+    reduction = options["reduction"]
     if isinstance(logits, DeferredLogits) and (deferred := logits.deferred) is not None:
         return deferred.cross_entropy(targets, mesh=mesh, z_loss=z_loss, num_tokens=num_tokens, **options)
     local, vocabulary = shard_of(logits)

@@ -181,8 +181,9 @@ def test_a_second_backward_of_a_fused_loss_under_zero_3_is_refused():
     models = [tiny_model("llama") for _ in range(2)]
 
     def body(rank):
-        parallel = parallelize_model(models[rank], build_mesh("cpu", dp=2), zero=3, fuse_loss=True)
-        loss = cross_entropy(parallel.module(input_ids=ids).logits, labels)
+        mesh = build_mesh("cpu", dp=2)
+        parallel = parallelize_model(models[rank], mesh, zero=3, fuse_loss=True)
+        loss = cross_entropy(parallel.module(input_ids=ids).logits, labels, mesh=mesh)
         loss.backward(retain_graph=True)
         with pytest.raises(ModelError, match="second backward") as error:
             loss.backward()

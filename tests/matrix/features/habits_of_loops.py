@@ -1,0 +1,394 @@
+"""Shapes of training loops: groups, schedules, uneven accumulation, evaluation, generation and files in the middle."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.utils.checkpoint import checkpoint
+
+from parallelize import Checkpointer, accumulate_gradients, generate
+from tests.matrix.features.forwards import layers_of
+from tests.matrix.habits import descend, habit, tokens, whole_model, whole_sequences
+from tests.matrix.kinds import ROWS, VOCAB
+from tests.matrix.sides import Side
+
+STABLE = {"eps": 1e-2}
+DECODERS = {"needs": {"causal", "stock"}}
+LOGITS_OF_CLASSES = {"loss_parallel": False}  # there is no vocabulary to shard
+
+
+@habit()
+def decay_by_name(side: Side) -> None:
+    """No weight decay of biases and norms, which are known by their names."""
+    side.place()
+    spared = ("bias", "norm", "ln_")
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in side.model.named_parameters():
+        groups[any(part in name for part in spared)].append(parameter)
+    decayed = [{"params": groups[False], "weight_decay": 0.2}, {"params": groups[True], "weight_decay": 0.0}]
+    side.optimizer(optim.AdamW, [group for group in decayed if group["params"]], **STABLE)
+    side.train()
+
+
+@habit()
+def rates_by_layer(side: Side) -> None:
+    """A learning rate of its own for each parameter, smaller for lower layers, and a schedule over all of them."""
+    side.place()
+    groups = [
+        {"params": [parameter], "lr": 0.05 if ".1." in name else 0.025}
+        for name, parameter in side.model.named_parameters()
+    ]
+    schedule = optim.lr_scheduler.LambdaLR(side.optimizer(optim.SGD, groups), lambda step: 0.5**step)
+    for number in range(3):
+        side.step(number)
+        side.update()
+        schedule.step()
+
+
+@habit()
+def rate_set_by_hand(side: Side) -> None:
+    side.place()
+    optimizer = side.optimizer(optim.SGD, momentum=0.9)
+    for number in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (number + 1)
+        side.step(number)
+        side.update()
+
+
+@habit()
+def one_cycle(side: Side) -> None:
+    """A schedule of rates and momenta."""
+    side.place()
+    optimizer = side.optimizer(optim.SGD, momentum=0.9)
+    schedule = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=4)
+    for number in range(3):
+        side.step(number)
+        side.update()
+        schedule.step()
+        side.record("rate", optimizer.param_groups[0]["lr"])
+
+
+@habit()
+def rate_by_evaluation(side: Side) -> None:
+    """A rate that falls as the evaluated loss does not."""
+    side.place()
+    optimizer = side.optimizer(optim.SGD, momentum=0.9)
+    schedule = optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+    for number in range(3):
+        side.step(number)
+        side.update()
+        schedule.step(side.evaluate(3))
+        side.record("rate", optimizer.param_groups[0]["lr"])
+
+
+@habit()
+def warmup_by_microbatches(side: Side) -> None:
+    """The schedule steps with each accumulated batch, the optimizer with every second one."""
+    side.place()
+    optimizer = side.optimizer(optim.SGD, momentum=0.9)
+    schedule = optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch wants the optimizer first
+        for number in range(4):
+            side.step(number)
+            schedule.step()
+            if number % 2:
+                side.update()
+
+
+@habit()
+def another_optimizer_later(side: Side) -> None:
+    """AdamW first, then SGD with momentum of its own."""
+    side.place()
+    side.optimizer(optim.AdamW, **STABLE)
+    side.train()
+    side.update()
+    side.optimizers.clear()
+    side.optimizer(optim.SGD, momentum=0.9)
+    side.train(3)
+
+
+@habit()
+def optimizers_by_turns(side: Side) -> None:
+    """Matrices and vectors are stepped in different steps, with all gradients dropped after each."""
+    side.place()
+    parameters = list(side.model.parameters())
+    turns = [
+        side.add_optimizer(optim.SGD, [p for p in parameters if (p.ndim > 1) == matrices], lr=0.05, momentum=0.9)
+        for matrices in (True, False)
+    ]
+    for number in range(4):
+        side.step(number)
+        turns[number % 2].step()
+        side.model.zero_grad()
+    side.step(4)
+
+
+@habit()
+def ends_first_then_all(side: Side) -> None:
+    """The last half trains alone, then everything with a new optimizer."""
+    names = list(side.named())
+    lower = set(names[: len(names) // 2])
+    for name, parameter in side.named().items():
+        parameter.requires_grad_(name not in lower)
+    side.place()
+    side.optimizer(optim.AdamW, **STABLE)
+    side.train()
+    side.update()
+    for parameter in side.model.parameters():
+        parameter.requires_grad_(True)
+    side.optimizers.clear()
+    side.optimizer(optim.AdamW, list(side.model.parameters()), **STABLE)
+    side.train()
+
+
+def _uneven(side: Side, number: int) -> None:
+    """The first row of each rank in one backward, the others in the next."""
+    inputs, targets = side.inputs(number), side.targets(number)
+    cache = {"use_cache": False} if "stock" in side.kind.traits else {}
+    for rows in (slice(0, 1), slice(1, None)):
+        if len(targets[rows]):
+            output = side.model(**{name: value[rows] for name, value in inputs.items()}, **cache)
+            (side.summed_loss(output, targets[rows]) / side.count(number)).backward()
+
+
+@habit(on=whole_model)
+def uneven_microbatches(side: Side) -> None:
+    side.place()
+    for number in range(2):
+        _uneven(side, number)
+        side.clip(0.5)
+        side.update()
+
+
+@habit(on=whole_model)
+def uneven_microbatches_in_a_block(side: Side) -> None:
+    """As with `no_sync`: what is summed over ranks is summed once."""
+    side.place()
+    for number in range(2):
+        if side.alone:
+            _uneven(side, number)
+        else:
+            with accumulate_gradients(side.model):
+                _uneven(side, number)
+        side.clip(0.5)
+        side.update()
+
+
+@habit(on=whole_model)
+def evaluation_in_an_accumulation(side: Side) -> None:
+    side.place()
+    for number in range(2):
+        read = tokens(side, number)
+        read.mean(read.losses).backward()
+        side.model.eval()
+        with torch.inference_mode():
+            seen = tokens(side, 3)
+            side.record("evaluated", side.summed(seen.mean(seen.losses)).clone())
+        side.model.train()
+    side.update()
+    side.step(1)
+
+
+@habit()
+def saved_in_an_accumulation(side: Side) -> None:
+    """A checkpoint between two backwards changes neither."""
+    side.place()
+    optimizer = side.optimizer(optim.AdamW, **STABLE)
+    side.step(0)
+    side.update()
+    side.step(1)
+    if not side.alone:
+        with Checkpointer(f"{side.folder}/run", side.parallel, optimizer=optimizer) as checkpoints:
+            checkpoints.save(1)
+    side.step(2)
+    side.update()
+    side.step(3)
+
+
+@habit()
+def weights_put_back(side: Side) -> None:
+    """The best weights so far are kept by `state_dict`, and loaded at the end."""
+    side.place()
+    side.optimizer(optim.SGD, momentum=0.9)
+    side.step(0)
+    side.update()
+    best = {name: value.clone() for name, value in side.model.state_dict().items()}
+    side.step(1)
+    side.update()
+    side.model.load_state_dict(best)
+    side.step(2)
+
+
+@habit(**DECODERS, on=lambda axis: whole_sequences(axis) and axis.data_ranks == 1)
+def generation_between_steps(side: Side) -> None:
+    """Greedy tokens before and after an update."""
+    side.place()
+    prompts = side.inputs()["input_ids"][:, :5]
+    for number in range(2):
+        side.model.eval()
+        with torch.no_grad():
+            if side.alone:
+                tokens_of = side.model.generate(
+                    prompts, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0
+                )
+            else:
+                tokens_of = generate(side.model, input_ids=prompts, max_new_tokens=3, temperature=0, eos_token_id=[])
+        side.record("generated", tokens_of.double())
+        side.model.train()
+        side.step(number)
+        side.update()
+
+
+@habit(processes=True)
+def profiled(side: Side) -> None:
+    side.place()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        side.step(0)
+        side.clip(0.5)
+        side.update()
+    side.step(1)
+
+
+@habit(on=whole_model)
+def anomalies_detected(side: Side) -> None:
+    side.place()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly(check_nan=False):
+            read = tokens(side)
+            descend(side, read.mean(read.losses))
+
+
+@habit(on=whole_model)
+def layers_checkpointed_by_hand(side: Side) -> None:
+    """Each layer's forward is wrapped in PyTorch's checkpoint."""
+    side.place()
+    for layer in layers_of(side):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    for number in range(2):
+        read = tokens(side, number)
+        descend(side, read.mean(read.losses))
+
+
+def _with_fewer_layers(model: nn.Module) -> nn.Module:
+    """Its second layer before its first one."""
+    base = model.base_model
+    name = next(name for name, child in base.named_children() if isinstance(child, nn.ModuleList))
+    setattr(base, name, nn.ModuleList(reversed(list(getattr(base, name)))))
+    for number, layer in enumerate(getattr(base, name)):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = number
+    return model
+
+
+@habit(**DECODERS, prepare=_with_fewer_layers)
+def layers_in_another_order(side: Side) -> None:
+    side.place()
+    side.train()
+
+
+def _tied(model: nn.Module) -> nn.Module:
+    model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    return model
+
+
+@habit(**DECODERS, prepare=_tied)
+def tied_by_hand(side: Side) -> None:
+    """By assignment of the parameter, with the config left as it was."""
+    side.place()
+    side.train()
+    side.clip(0.3)
+    side.update()
+
+
+def _resized(model: nn.Module) -> nn.Module:
+    model.resize_token_embeddings(VOCAB + 4, mean_resizing=False)
+    with torch.no_grad():
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            module.weight[VOCAB:] = module.weight[:4] * 0.5
+    return model.double()
+
+
+@habit(**DECODERS, prepare=_resized)
+def resized_before(side: Side) -> None:
+    """New tokens, whose rows no rank count divides."""
+    side.place()
+    side.train()
+
+
+def _with_new_head(model: nn.Module) -> nn.Module:
+    old = model.get_output_embeddings()
+    head = nn.Linear(old.in_features, 2 * VOCAB, bias=old.bias is not None).double()
+    with torch.no_grad():
+        head.weight.normal_(std=0.05)
+    model.set_output_embeddings(head)
+    model.config.vocab_size = 2 * VOCAB
+    model.config.tie_word_embeddings = False
+    return model
+
+
+@habit(**DECODERS, prepare=_with_new_head)
+def head_replaced_before(side: Side) -> None:
+    """Another head, wider than the vocabulary of the ids."""
+    side.place()
+    side.train()
+
+
+@habit()
+def growing_lengths(side: Side) -> None:
+    """A curriculum: short sequences first."""
+    side.place()
+    for number, length in enumerate((4, 8, 12)):
+        inputs, targets = side.kind.batch(number)
+        ids = inputs["input_ids"]
+        side.step(number, input_ids=side.local(ids[:, -length:]), targets=side.local(targets[:, -length:]))
+        side.update()
+
+
+@habit(on=lambda axis: axis.data_ranks == 1)
+def batches_of_any_size(side: Side) -> None:
+    """More rows in one step than in the next, as buckets of lengths give."""
+    side.place(**({} if side.alone or "pp" not in side.axis.sizes else {"num_microbatches": 2}))
+    for number, rows in enumerate((ROWS, 2, 4)):
+        inputs, targets = side.kind.batch(number)
+        side.step(number, input_ids=inputs["input_ids"][:rows], targets=targets[:rows])
+        side.update()
+
+
+def _classifier(model: nn.Module) -> nn.Module:
+    """One that scores a sequence at its last token, with the layers of the decoder."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = model.config
+    config.num_labels = 3
+    scored: Any = AutoModelForSequenceClassification.from_config(config).double().train()
+    setattr(scored, scored.base_model_prefix, model.base_model)
+    with torch.no_grad():
+        scored.score.weight.normal_(std=0.2)
+    return scored
+
+
+@habit(**DECODERS, prepare=_classifier, on=whole_sequences)
+def reward_of_pairs(side: Side) -> None:
+    """A reward model: the score of each even row should exceed that of the row after it."""
+    side.place(**LOGITS_OF_CLASSES)
+    for number in range(2):
+        scores = side.model(**side.inputs(number), use_cache=False).logits[:, 0]
+        if len(scores) > 1:
+            descend(side, -nn.functional.logsigmoid(scores[0::2] - scores[1::2]).sum() / (ROWS // 2))
+
+
+@habit(**DECODERS, prepare=_classifier, on=whole_sequences)
+def classified_sequences(side: Side) -> None:
+    side.place(**LOGITS_OF_CLASSES)
+    for number in range(2):
+        scores = side.model(**side.inputs(number), use_cache=False).logits
+        classes = side.local(torch.arange(ROWS) % 3)
+        descend(side, nn.functional.cross_entropy(scores, classes, reduction="sum") / ROWS)

@@ -25,6 +25,7 @@ from parallelize.axes.pipeline.transport import Meta, Nested, unpickled
 from parallelize.axes.vocabulary.loss.losses import cross_entropy, valid_tokens
 from parallelize.axes.zero.router_loss import router_loss_of
 from parallelize.base.errors import HandshakeError, ModelError, ParallelizeError, Problem, ShapeError
+from parallelize.base.mesh import DATA_AXES
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.ops.vocabulary.cross_entropy import mean_over
@@ -67,7 +68,9 @@ class BatchReader:
         self.module, self.comparison, self.num_microbatches = module, comparison, num_microbatches
         self.stages, self.share_inputs, self.form = stages, share_inputs, BatchForm(module, whole)
         self.loss, self.count, self.reads_tokens = loss or token_loss, count or valid_tokens, loss is None
-        self._sums_tokens = loss is not None and count is None  # of the user, divided by the number of targets
+        # a loss of the user's that is divided by the number of targets of several parts
+        has_parts = num_microbatches * comparison.spec.ranks(*DATA_AXES) > 1
+        self._sums_tokens = loss is not None and count is None and has_parts
         self._may_be_unshifted = loss is None and refuse_ids  # until targets of a step were compared with its ids
         self.context = context_of(module)
         self.check = check

@@ -102,6 +102,8 @@ def test_a_loss_of_a_step_is_a_sum(axes):
             parallel.step(input_ids=IDS, targets=LABELS)
         counted = parallelize_model(copy.deepcopy(MODEL), mesh, count=lambda labels: 1, **options)
         counted.step(input_ids=IDS, targets=LABELS)
+        alone = parallelize_model(copy.deepcopy(MODEL), build_mesh("cpu", tp=2), loss=options["loss"])
+        alone.step(input_ids=IDS, targets=LABELS)  # one part: a sum of one mean
 
     run_ranks(2, body)
 

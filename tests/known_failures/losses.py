@@ -51,7 +51,7 @@ def mean_of_each_rank(side: Side) -> None:
     "a masked mean of each rank, averaged over ranks, in the place of one over all of them",
     "the mean of `parallelize.cross_entropy` without a mesh, under ZeRO 3",
     at=ON_ZERO3,
-    by="`cross_entropy`",
+    by="`backward`",
     slug="mean-of-rank",
 )
 def mean_without_a_mesh(side: Side) -> None:

@@ -626,8 +626,8 @@ COUNTS = [
         "a step divides by the targets of one rank",
         "counts",
         "axes.pipeline.batch_reader:BatchReader.loss_of",
-        "mean_over(self.loss(output, targets), total)",
-        "mean_over(self.loss(output, targets), (targets != -100).sum() if targets.ndim else total)",
+        "mean_over(value, total)",
+        "mean_over(value, (targets != -100).sum() if targets.ndim else total)",
         "dp-zero1 cp-ring pp-1f1b tp",
     ),
     Fault(

@@ -16,6 +16,7 @@ from parallelize.axes.pipeline.step_runner import AHEAD
 from parallelize.axes.pipeline.timeline import Receive, Send
 from parallelize.plan.parameter_shards import ParameterShard, stored_elements, zero_groups
 from parallelize.tools.analysis.cost.data_axes import MOMENTUM_BYTES, buckets_of, view_of
+from parallelize.tools.analysis.cost.in_flight import has_closed_form, stages_in_flight
 from parallelize.tools.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
 from parallelize.tools.analysis.cost.training_step import RankStep, receives_early
 from parallelize.tools.analysis.record.trace_data import Segment
@@ -84,14 +85,24 @@ def _joined(curves: Sequence[tuple[str, Curve]]) -> tuple[str, Curve]:
     return highest, Curve(net, peak, net_all, peak_all)
 
 
-def memory_of(step: RankStep, by_segment: bool = True) -> RankMemory:
-    """The memory of the rank of `step`. by_segment: one moment per segment; else one per action."""
+def memory_of(step: RankStep, by_segment: bool = True, walks: bool = True) -> RankMemory:
+    """The memory of the rank of `step`.
+
+    Args:
+        by_segment: one moment per segment; else one per action.
+        walks: go through all actions; else, where the schedule has a closed form, through one microbatch, with as many
+            others as wait (no moments).
+    """
     setting, shards = step.setting, step.shards
     without_gradient = {shard.name for shard in shards if not step.has_gradient(shard.name)}
     parameters, gradients, optimizer = stored_bytes(shards, setting, step.matrices.names, without_gradient)
     preallocated = gradients - (0 if _preallocates_gradients(setting) else _new_gradients(step))
-    walk = _MemoryWalk(step, by_segment)
-    moments = tuple(walk.moments())
+    if walks or not _has_arithmetic(setting):
+        walk: _MemoryWalk | _MicrobatchWalk = _MemoryWalk(step, by_segment)
+        moments = tuple(walk.moments())
+    else:
+        walk = _MicrobatchWalk(step)
+        moments = (walk.top,)
     buffers = buffer_bytes(shards, setting) + max(walk.peak_with_units - walk.peak_activations, 0)
     top = max(moments, key=lambda moment: moment.peak, default=Moment("", "", 0, 0, 0))
     base = parameters + optimizer + preallocated
@@ -116,6 +127,37 @@ def memory_of(step: RankStep, by_segment: bool = True) -> RankMemory:
 def _preallocates_gradients(setting: Setting) -> bool:
     """Whether gradients have their memory before the first backward."""
     return setting.uses_reducer or setting.zero == 3
+
+
+def _has_arithmetic(setting: Setting) -> bool:
+    return has_closed_form(setting.schedule) and _preallocates_gradients(setting) and setting.transport != "gloo"
+
+
+class _MicrobatchWalk:
+    """The peaks of a rank from one microbatch in each of its stages, beside those that wait."""
+
+    def __init__(self, step: RankStep):
+        setting, ranks = step.setting, step.setting.size("pp")
+        is_split = setting.zero == 3 and setting.size(setting.shard_axis) > 1
+        units = GatheredUnits(step.shards, setting) if is_split else None
+        waiting = stages_in_flight(ranks, len(step.local_stages), setting.step_microbatches, step.pp_rank)
+        actions = [step.segments(stage, later=True) for stage in step.local_stages]
+        nets = [sum(curve_of(segment).net for segment in action.forward) for action in actions]
+        waiting_bytes = sum(count * nets[index] for index, count in waiting.items())
+        self.peak_activations, self.peak_with_units = waiting_bytes, 0
+        self.top = Moment("", "", 0, waiting_bytes, 0)
+        for index, (stage, action) in enumerate(zip(step.local_stages, actions, strict=True)):
+            for kind, segments, before in (
+                ("F", action.forward, waiting_bytes - nets[index]),
+                ("B", action.backward, waiting_bytes),
+            ):
+                unit, curve = _joined([(segment.unit, curve_of(segment)) for segment in segments])
+                if before + curve.peak > self.top.peak:
+                    self.peak_activations = before + curve.peak
+                    self.top = Moment(f"{stage}{kind}", unit, before, before + curve.peak, before + curve.net)
+                if units is not None:
+                    peak = units.peak(segments, is_backward=kind == "B")
+                    self.peak_with_units = max(self.peak_with_units, before + peak)
 
 
 class _MemoryWalk:

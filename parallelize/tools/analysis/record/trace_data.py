@@ -8,7 +8,7 @@ and combined into steps of any number of microbatches, stages and schedules (`co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,11 +48,44 @@ class Message(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One op: floating-point operations, bytes read and written, and whether it is a matmul or attention."""
+    """One op: floating-point operations, bytes read and written, and whether it is a matmul or attention.
+
+    attention: "forward" or "backward" of a matmul of attention; "" of any other.
+    """
 
     flops: float
     bytes: float
     is_matmul: bool
+    attention: str = ""
+
+
+class Totals(NamedTuple):
+    """Sums over ops: operations of linears and of attention in each direction, bytes that matmuls and other ops move,
+    and launches of the host."""
+
+    linear_flops: float = 0.0
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    matmul_bytes: float = 0.0
+    moved_bytes: float = 0.0
+    launches: float = 0.0
+
+    def plus(self, other: Totals) -> Totals:
+        """The sum of both."""
+        return Totals(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+
+def totals_of(kernels: Sequence[Kernel], launches: float = 0.0) -> Totals:
+    """The sums over ops. launches: 0: one for each."""
+    flops = {"": 0.0, "forward": 0.0, "backward": 0.0}
+    matmul_bytes = moved_bytes = 0.0
+    for kernel in kernels:
+        if kernel.is_matmul:
+            flops[kernel.attention] += kernel.flops
+            matmul_bytes += kernel.bytes
+        else:
+            moved_bytes += kernel.bytes
+    return Totals(*flops.values(), matmul_bytes, moved_bytes, launches or len(kernels))
 
 
 class MemoryChange(NamedTuple):
@@ -74,14 +107,19 @@ class MemoryChange(NamedTuple):
 
 @dataclass
 class Segment:
-    """One unit's time in one action of one microbatch. freed_at_end: bytes that it allocated and that the end of the
-    action frees."""
+    """One unit's time in one action of one microbatch.
+
+    Attributes:
+        freed_at_end: bytes that it allocated and that the end of the action frees.
+        launches: ops that the host launches; 0: one for each of `kernels`.
+    """
 
     unit: str
     changes: list[MemoryChange] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     freed_at_end: int = 0
+    launches: float = 0.0
 
     @property
     def flops(self) -> float:

@@ -67,8 +67,8 @@ def case_of(row: Mapping[str, str]) -> Case:
     if ran and measured is None and peak is None:
         raise LeftOut("nothing was measured")
     unit = 2.0**30 if "gib" in _text(row, "mem_kind") else 1e9
-    if "nvidia-smi" in _text(row, "mem_kind"):
-        unit = 2.0**30
+    if "nvidia-smi" in _text(row, "mem_kind"):  # MiB, over 1,000: of 80 GiB it shows up to 81.6
+        unit = 1000 * 2.0**20
     gpus = setting.mesh.world_size
     return Case(
         row.get("id", ""), row.get("source", ""), row.get("model", ""), decoder, setting, machine, measured,
@@ -180,6 +180,8 @@ def _decoder(row: Mapping[str, str]) -> Decoder:
 
 def _is_plain(model: str, ffn: int, hidden: int, experts: int) -> bool:
     """Whether the feed-forward part has no gate: by the model's name, else by its width."""
+    if re.search("-like", model):  # sizes of another model in Megatron's GPT, which has no gate
+        return True
     if re.search(_GATED, model):
         return False
     if re.search(_PLAIN, model):
@@ -196,7 +198,7 @@ _GPUS = (
     (r"h800", "h800"),
     (r"500 ?w|hbm2e|h100.*9[4-6] ?gb", "h100-500w"),
     (r"h100|h20", "h100-sxm"),
-    (r"a[18]00.*40|40 ?gb", "a100-40"),
+    (r"(?<!\d)40 ?g(?!b?ps)", "a100-40"),
     (r"a[18]00", "a100"),
     (r"l40", "l40s"),
     (r"4090|3090|rtx", "rtx-4090"),
@@ -248,7 +250,6 @@ def _setting(row: Mapping[str, str], decoder: Decoder) -> Setting:
     mesh = MeshSpec([("pp", pp), *data, ("cp", cp), ("tp", tp)])
     sp = _int(row, "sp")
     system, kernels = _system(row), _kernels(row)
-    in_megatron = system in ("megatron", "aleph-alpha", "deepspeed")
     return Setting(
         mesh,
         batch=mbs * count,
@@ -258,7 +259,7 @@ def _setting(row: Mapping[str, str], decoder: Decoder) -> Setting:
         stages_per_rank=stages if stages > 1 else None,
         zero=zero,
         sequence_parallel=bool(sp) and tp > 1,
-        loss_parallel=in_megatron or system == "internevo",
+        loss_parallel=system in ("megatron", "deepspeed", "internevo"),
         ep=ep,
         etp=etp if ep > 1 else 1,
         dtype="float16" if re.search("fp16|float16|half", _text(row, "precision")) else "bfloat16",

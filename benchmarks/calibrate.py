@@ -32,7 +32,7 @@ from parallelize.tools.analysis.record.constants import FILE, constants, trying
 HUBER = 0.12  # residuals of the logarithm beyond which weights fall
 STEP = 0.02  # of a logarithm, for derivatives
 NOISE = 0.05  # of one row, against which the spreads of the constants are weighed
-NOT_FITTED = ("reserve_gb", "fragmentation")  # of memory: see `benchmarks/calibrate_memory.py`
+NOT_FITTED = ("reserve_gb", "fragmentation", "interval")  # of memory, and of errors
 
 
 @dataclass
@@ -73,36 +73,42 @@ def prepared(every: Iterable[Case]) -> list[Prepared]:
 
 @dataclass(frozen=True)
 class LinkRow:
-    """A measured collective: start-up in microseconds, and gathered bytes over time in GB/s."""
+    """A measured collective: gathered bytes over time in GB/s, and what its start-up is over that of the smallest group
+    with the same op, in microseconds. (All of them have the start-up of the script that measured them.)"""
 
     op: str
-    nodes: int
-    ranks: int
-    start_up_us: float
+    placement: Placement
     rate: float
+    start_up_us: float
 
     def residuals(self) -> tuple[float, float]:
         """(of the rate, of the start-up)."""
-        machine, placement = machine_of({"gpu": "h100"}), Placement(self.ranks, self.ranks // self.nodes)
-        share = (self.ranks - 1) / self.ranks * (2 if self.op == "all_reduce" else 1)
-        size = 1e9
-        seconds = machine.messages_s(self.op, placement, size * share, 0)
-        start_up_us = machine.messages_s(self.op, placement, 0, 1) * 1e6
-        return math.log(self.rate / (size / seconds / 1e9)), 0.3 * math.log(start_up_us / self.start_up_us)
+        machine, ranks = machine_of({"gpu": "h100"}), self.placement.ranks
+        share = (ranks - 1) / ranks * (2 if self.op == "all_reduce" else 1)
+        seconds = machine.messages_s(self.op, self.placement, 1e9 * share, 0)
+        of_start = 0.0
+        if self.start_up_us > 50:
+            smallest = machine.messages_s(self.op, Placement(2, 1), 0, 1)
+            grown_us = (machine.messages_s(self.op, self.placement, 0, 1) - smallest) * 1e6
+            of_start = 0.3 * math.log(max(grown_us, 1.0) / self.start_up_us)
+        return math.log(self.rate * seconds), of_start
 
 
 def link_rows(path: Path) -> list[LinkRow]:
     with path.open(encoding="utf-8", newline="") as file:
-        return [
-            LinkRow(
-                row["op"],
-                int(row["nodes"]),
-                int(row["ranks"]),
-                float(row["measured_startup_us"]),
-                float(row["measured_peak_algbw_gb_s"]),
-            )
-            for row in csv.DictReader(file)
-        ]
+        raw = list(csv.DictReader(file))
+    least: dict[str, float] = {}
+    for row in raw:
+        least[row["op"]] = min(least.get(row["op"], math.inf), float(row["measured_startup_us"]))
+    return [
+        LinkRow(
+            row["op"],
+            Placement(int(row["ranks"]), int(row["ranks_per_node"])),
+            float(row["measured_peak_algbw_gb_s"]),
+            float(row["measured_startup_us"]) - least[row["op"]],
+        )
+        for row in raw
+    ]
 
 
 # -- the fit ----------------------------------------------------------------------------------------------------------

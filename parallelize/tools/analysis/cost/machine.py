@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import isfinite
+from math import isfinite, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,8 +82,8 @@ class Machine:
     constants: Mapping[str, float] = field(default_factory=dict)
     not_scored: str = ""
 
-    def compute_s(self, totals: Totals, dtype: str, kernels: KernelSet) -> float:
-        """Seconds of ops. The device runs them while the host launches the next ones: the slower of both counts.
+    def device_s(self, totals: Totals, dtype: str, kernels: KernelSet) -> float:
+        """Seconds that the device takes for ops.
 
         A matmul computes, and before and after that it moves its operands: so small and narrow ones, which have more
         bytes for each operation, are slower.
@@ -92,8 +92,11 @@ class Machine:
         forward, backward = kernels.attention
         flops_s = totals.linear_flops + totals.forward_flops / forward + totals.backward_flops / backward
         moved = totals.matmul_bytes * constant("matmul_bytes") + totals.moved_bytes * kernels.elements
-        device_s = flops_s / rate + moved / (self.memory_bytes_per_s * self.memory_efficiency)
-        return max(device_s, totals.launches * kernels.host * self.kernel_us * 1e-6)
+        return flops_s / rate + moved / (self.memory_bytes_per_s * self.memory_efficiency)
+
+    def host_s(self, totals: Totals, kernels: KernelSet) -> float:
+        """Seconds that the host takes to launch ops."""
+        return totals.launches * kernels.host * self.kernel_us * 1e-6
 
     def placement(self, spec: MeshSpec, axis: str) -> Placement:
         """Where the ranks along an axis ("a*b", "world") are. Ranks of a node are consecutive."""
@@ -122,7 +125,8 @@ class Machine:
         link = self.inside if placement.nodes == 1 else self.between
         if op == "send":  # to the next rank along the axis
             return link.latency_us * 1e-6 * times + sent / link.reached
-        start_up_s = (link.latency_us + link.rank_us * max(0, placement.ranks - 2)) * 1e-6 * times
+        hops = placement.ranks - 2 if op != "all_reduce" else 2 * log2(placement.ranks) - 2  # rings, and trees
+        start_up_s = (link.latency_us + link.rank_us * max(0.0, hops)) * 1e-6 * times
         if op == "all_to_all" and placement.nodes > 1:
             leaving = sent * (placement.ranks - placement.in_node) / (placement.ranks - 1)
             return start_up_s + max(leaving / self.between.reached, (sent - leaving) / self.inside.reached)

@@ -118,10 +118,23 @@ def memory_of(step: RankStep, by_segment: bool = True, walks: bool = True) -> Ra
             top.peak + buffers,
             gradients - preallocated + max(buffers, step.matrices.buffer_bytes),
             end_of_backward,
+            _stepped(shards, setting) + gradients - preallocated,
         ),
         f"{top.action} {top.unit}".strip(),
         moments,
     )
+
+
+def _stepped(shards: Sequence[ParameterShard], setting: Setting) -> int:
+    """What the optimizer's step allocates, when activations are freed."""
+    return int(_optimizer_elements(shards, setting) * setting.training_system.step_bytes)
+
+
+def device_bytes(tensors: float, setting: Setting) -> float:
+    """The memory of a GPU that a rank takes: its tensors, what the allocator holds beside them, and the context and
+    libraries."""
+    system = setting.training_system
+    return tensors * (1 + system.fragmentation) + system.reserve
 
 
 def _preallocates_gradients(setting: Setting) -> bool:

@@ -28,6 +28,8 @@ class System:
         gradients, reduced: bytes of an element of a gradient as it is stored, and as it is sent, in 16-bit training.
         copies: bytes of the float32 copy that the optimizer steps; 0 where stored weights are float32.
         scatters: whether ZeRO 1 reduce-scatters gradients, rather than summing all of them on each rank.
+        step_bytes: for each element that an optimizer's step takes, what it allocates: flat copies of gradients, in 16
+            bits and in float32, and the temporaries of an unfused update.
     """
 
     name: str
@@ -36,6 +38,7 @@ class System:
     reduced: float
     copies: float
     scatters: bool
+    step_bytes: float
 
     @property
     def hidden(self) -> float:

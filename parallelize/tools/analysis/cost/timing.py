@@ -26,25 +26,44 @@ from parallelize.tools.analysis.record.kernel_sets import kernel_set
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one microbatch in one stage: compute, and messages over tp. dgrad_fraction: dgrad's part of
-    backward."""
+    """Seconds of one microbatch in one stage: of ops on the device, of messages over tp, cp and ep, and of the host that
+    launches both. dgrad_fraction: dgrad's part of backward."""
 
-    forward_compute_s: float
+    forward_device_s: float
     forward_messages_s: float
-    backward_compute_s: float
+    forward_host_s: float
+    backward_device_s: float
     backward_messages_s: float
+    backward_host_s: float
     flops: float
     dgrad_fraction: float = 0.5
 
     def forward_s(self, overlapped: bool) -> float:
-        return _combined(self.forward_compute_s, self.forward_messages_s, overlapped)
+        return _with_host(_combined(self.forward_device_s, self.forward_messages_s, overlapped), self.forward_host_s)
 
     def backward_s(self, overlapped: bool) -> float:
-        return _combined(self.backward_compute_s, self.backward_messages_s, overlapped)
+        return _with_host(_combined(self.backward_device_s, self.backward_messages_s, overlapped), self.backward_host_s)
+
+    @property
+    def backward_compute_s(self) -> float:
+        """Without messages."""
+        return _with_host(self.backward_device_s, self.backward_host_s)
+
+    @property
+    def compute_s(self) -> float:
+        """Of forward and backward, without messages."""
+        return _with_host(self.forward_device_s, self.forward_host_s) + self.backward_compute_s
 
 
 def _combined(compute_s: float, messages_s: float, overlapped: bool) -> float:
     return max(compute_s, messages_s) if overlapped else compute_s + messages_s
+
+
+def _with_host(device_s: float, host_s: float) -> float:
+    """The device runs ops while the host launches the next ones. The slower of both counts, and where they are about as
+    slow more than that: short ops wait for their launch while long ones keep the host ahead."""
+    power = constant("host_power")
+    return (device_s**power + host_s**power) ** (1 / power)
 
 
 @dataclass(frozen=True)
@@ -83,16 +102,18 @@ class StepTime:
 
 def stage_time(step: RankStep, stage: int, machine: Machine) -> StageTime:
     """The time of one microbatch in one stage."""
-    setting = step.setting
+    setting, kernels = step.setting, kernel_set(step.setting.kernels)
     forward, backward, dgrad, wgrad = step.totals(stage)
-    seconds = partial(machine.compute_s, dtype=setting.matmul_kind, kernels=kernel_set(setting.kernels))
-    dgrad_s, wgrad_s = seconds(dgrad), seconds(wgrad)
+    device_s = partial(machine.device_s, dtype=setting.matmul_kind, kernels=kernels)
+    dgrad_s, wgrad_s = device_s(dgrad), device_s(wgrad)
     return StageTime(
-        forward_compute_s=seconds(forward),
+        forward_device_s=device_s(forward),
         forward_messages_s=_messages_s(step.messages_in(stage, "forward"), machine, setting),
-        backward_compute_s=seconds(backward),
+        forward_host_s=machine.host_s(forward, kernels),
+        backward_device_s=device_s(backward),
         backward_messages_s=_messages_s(step.messages_in(stage, "backward"), machine, setting),
-        flops=sum(part.linear_flops + part.forward_flops + part.backward_flops for part in (forward, backward)),
+        backward_host_s=machine.host_s(backward, kernels),
+        flops=step.flops(stage),
         dgrad_fraction=dgrad_s / max(dgrad_s + wgrad_s, 1e-30),
     )
 
@@ -183,7 +204,7 @@ def _parts(
     compute = [0.0] * ranks
     for stage, rank in enumerate(schedule.stage_ranks):
         works[rank] += forward[stage] + backward[stage]
-        compute[rank] += stages[stage].forward_compute_s + stages[stage].backward_compute_s
+        compute[rank] += stages[stage].compute_s
     busiest = max(range(ranks), key=works.__getitem__)
     compute_s, busy_s = compute[busiest] * count, works[busiest] * count
     sends = 2 * count * (schedule.num_stages // ranks) + 2 * (ranks - 1) if ranks > 1 else 0
@@ -197,7 +218,7 @@ def _parts(
         "compute": compute_s,
         "tp, cp and ep": busy_s - compute_s,
         "pipeline": whole_s - busy_s,
-        "between stages": sends * send_s,
+        "between stages": sends * (send_s + constant(f"stage_ms.{setting.system}") * 1e-3),
         "gathers": exposed_gathers_s + constant("contention") * min(gathers_s, compute_s),
         "reductions": reductions_s - behind_s + constant("contention") * behind_s,
         "optimizer": optimizer_s * setting.training_system.optimizer,

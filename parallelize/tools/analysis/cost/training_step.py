@@ -80,6 +80,7 @@ class RankStep:
         self._segments: dict[tuple[int, bool], StageSegments] = {}
         self._totals: dict[int, tuple[Totals, Totals, Totals, Totals]] = {}
         self._stage_messages_of: dict[tuple[int, str], MessageTotals] = {}
+        self._flops: dict[int, float] = {}
         self._alike: dict[int, Hashable] = {}
 
     @cached_property
@@ -149,6 +150,13 @@ class RankStep:
             parts = self.segments(stage, later=True)
             self._totals[stage] = *map(_totals, (parts.forward, parts.backward, parts.dgrad)), _totals(parts.wgrad)
         return self._totals[stage]
+
+    def flops(self, stage: int) -> float:
+        """Operations of a microbatch in one stage, recompute among them."""
+        if stage not in self._flops:
+            segments = self.segments(stage, later=True)
+            self._flops[stage] = sum(segment.flops for segment in (*segments.forward, *segments.backward))
+        return self._flops[stage]
 
     def messages_in(self, stage: int, phase: str) -> MessageTotals:
         """What the units of a stage send in "forward" or "backward" of a microbatch."""

@@ -12,12 +12,12 @@ from functools import cached_property
 
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.outline.decoder import Decoder
-from parallelize.tools.analysis.record.kernel_sets import KernelSet, Traffic, kernel_set
+from parallelize.tools.analysis.record.kernel_sets import KernelSet, kernel_set
 from parallelize.tools.analysis.record.trace_data import Kernel, MemoryChange, Message, Segment
 
 ITEM = 2  # bytes of an element of 16 bits
 SUM_ITEM = 4  # of a float32
-NO_TRAFFIC = Traffic(0.0, 0.0)
+RING_LAUNCHES = 8  # of a turn of the ring of cp: two messages, attention, and the sum of its results
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Parts:
             compute.append(_moved(qk * part.rotary.forward))
         messages = [*self._tp_pair(hidden_whole, "forward"), *self._tp_pair(hidden_whole, "forward")]
         messages += [*self._context_messages("forward", 1), *self._expert_messages(dense, "forward")]
-        return Work(tuple(compute), tuple(messages), part.launches.forward)
+        return Work(tuple(compute), tuple(messages), part.launches.forward + RING_LAUNCHES * (self.setting.size("cp") - 1))
 
     def layer_backward(self, dense: bool = False) -> Work:
         own, part = self.decoder, self.kernels
@@ -101,7 +101,7 @@ class Parts:
             compute.append(_moved(qk * part.rotary.backward))
         messages = [*self._tp_pair(hidden_whole, "backward"), *self._tp_pair(hidden_whole, "backward")]
         messages += [*self._context_messages("backward", 2), *self._expert_messages(dense, "backward")]
-        return Work(tuple(compute), tuple(messages), part.launches.backward)
+        return Work(tuple(compute), tuple(messages), part.launches.backward + 2 * RING_LAUNCHES * (self.setting.size("cp") - 1))
 
     def layer_kept(self, dense: bool = False) -> float:
         """Bytes that a layer keeps for backward, without recompute, its input among them."""
@@ -171,7 +171,8 @@ class Parts:
             yield from self._linear(width, own.hidden, times, tokens, copies)
             yield _moved(tokens * width * moved)
         if own.experts and not dense:
-            yield _moved(self.residual_tokens * own.chosen * own.hidden * ITEM * 4)  # sorted by expert, and back
+            copies = self._etp if self.setting.ep > 1 else 1
+            yield _moved(self.residual_tokens * own.chosen * own.hidden * ITEM * 6 * copies)  # sorted by expert, and back
             yield from self._linear(own.hidden, own.experts, times, int(self.residual_tokens))
 
     def _layer_gradients(self, dense: bool) -> float:
@@ -203,10 +204,10 @@ class Parts:
         flops = 2.0 * matmuls * scores * own.width
         rows = self.tokens * (2 * own.query_width + 2 * own.kv_width) / self.tp * ITEM * (1 + direction)
         if part.has_scores:
-            yield Kernel(flops, rows, True, name)
+            yield Kernel(flops, rows, True, name, own.width)
             yield _moved(scores * (part.scores.backward if direction else part.scores.forward))
         else:
-            yield Kernel(flops / 2, rows, True, name)
+            yield Kernel(flops / 2, rows, True, name, own.width)
 
     def _scores(self) -> float:
         return self.setting.microbatch_size * self.setting.sequence**2 * self.decoder.heads / self.tp
@@ -260,7 +261,10 @@ class Parts:
 
     @property
     def last_peak(self) -> float:
-        return self._logits * self.kernels.logits.peak
+        """Bytes of the loss beside those. Logits that every rank of tp has in full were gathered: the parts that came,
+        what they are joined to, and its gradient."""
+        gathered = 3 * ITEM if self.tp > 1 and not self.setting.loss_parallel else 0
+        return self._logits * (self.kernels.logits.peak + gathered)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

@@ -237,7 +237,8 @@ def kernel_of(func: Any, args: tuple, kwargs: dict, output: Any) -> Kernel | Non
         return None
     size = float(sum(map(_bytes, inputs)) + sum(map(_bytes, outputs)))
     attention = _ATTENTION.get(func, "")
-    return Kernel(flops_of(args, kwargs) if flops_of else 0.0, size, flops_of is not None, attention)
+    width = int(args[0].shape[-1]) if attention else 0
+    return Kernel(flops_of(args, kwargs) if flops_of else 0.0, size, flops_of is not None, attention, width)
 
 
 def _is_view(inputs: Iterable[T], outputs: list[T]) -> bool:

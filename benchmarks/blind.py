@@ -44,9 +44,11 @@ def predictions(every: Sequence[tuple[dict[str, str], Case | str]]) -> Iterator[
         first = case.decoder not in subjects
         subject = subjects.setdefault(case.decoder, OutlinedSubject(case.decoder))
         _, memories, step = measure(subject, case.setting, case.machine, by_segment=False, walks=False)
-        peak = device_bytes(max(memory.peak for memory in memories), case.setting)
+        tensors = max(memory.peak for memory in memories)
+        memory = case.machine.memory_bytes
+        peak, least = (device_bytes(tensors, case.setting, memory, at_limit=at_limit) for at_limit in (False, True))
         interval = interval_of(step.step_s, case.setting, case.machine, has_experts=bool(case.decoder.experts))
-        fits = peak <= case.machine.memory_bytes
+        fits = least <= memory
         yield Predicted(case, step.step_s, tuple(interval), peak, fits, time.perf_counter() - began, first)
 
 

@@ -341,7 +341,7 @@ def _kernels(row: Mapping[str, str]) -> str:
             return "unfused-2022"
         return "flash-2023" if re.search("rms", text) else "flash-2023-norms"
     if re.search(r"flash|apex|fused|triton|xformers", text):
-        return "flash-2023"
+        return "flash-pure" if "pure" in _text(row, "precision") else "flash-2023"
     system = _system(row)
     return {"megatron": "fused", "deepspeed": "unfused-2022", "internevo": "flash-2023", "fsdp2": "compiled"}.get(
         system, "flash-2023" if re.search("a100", _text(row, "gpu")) else "eager"

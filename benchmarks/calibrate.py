@@ -18,10 +18,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.blind_rows import Case, cases, forget_machines, machine_of, read_rows
+from benchmarks.blind_score import quantile
+from benchmarks.record import write_record
 from parallelize.tools.analysis.cost.machine import Placement
 from parallelize.tools.analysis.cost.memory import RankMemory
 from parallelize.tools.analysis.cost.training_step import RankStep
@@ -32,7 +35,7 @@ from parallelize.tools.analysis.record.constants import FILE, constants, trying
 HUBER = 0.12  # residuals of the logarithm beyond which weights fall
 STEP = 0.02  # of a logarithm, for derivatives
 NOISE = 0.05  # of one row, against which the spreads of the constants are weighed
-NOT_FITTED = ("reserve_gb", "fragmentation", "interval")  # of memory, and of errors
+NOT_FITTED = ("reserve_gb", "fragmentation", "fragmentation_limit", "interval")  # of memory, and of errors
 
 
 @dataclass
@@ -128,7 +131,15 @@ def names_of(rows: Sequence[Prepared]) -> list[str]:
     return [name for name in fitted if any(_depends(row, name) for row in rows)]
 
 
-def fit(rows: Sequence[Prepared], links: Sequence[LinkRow], rounds: int = 12) -> dict[str, float]:
+@dataclass(frozen=True)
+class Fit:
+    """Values of constants. told: of each, the part of its assumed variance that the rows took away."""
+
+    values: dict[str, float]
+    told: dict[str, float]
+
+
+def fit(rows: Sequence[Prepared], links: Sequence[LinkRow], rounds: int = 8) -> Fit:
     """Values of the constants that the rows depend on."""
     names = names_of(rows)
     priors = np.array([math.log(constants()[name].prior) for name in names])
@@ -167,7 +178,8 @@ def fit(rows: Sequence[Prepared], links: Sequence[LinkRow], rounds: int = 12) ->
             break
         if gain < 1e-4 * best:
             break
-    return values(x)
+    told = 1 - np.diag(np.linalg.inv(normal)) / spreads**2
+    return Fit(values(x), dict(zip(names, map(float, told), strict=True)))
 
 
 def _bounded(name: str, value: float) -> float:
@@ -186,3 +198,127 @@ def _residuals(
         found += [residual for link in links for residual in link.residuals()]
     forget_machines()
     return np.array(found)
+
+
+# -- leaving out ------------------------------------------------------------------------------------------------------
+
+
+def left_out(rows: Sequence[Prepared], links: Sequence[LinkRow], by: str, folds: int = 5) -> dict[str, float]:
+    """Row number -> its residual by constants that were fitted without its source, or without its (model, GPUs).
+
+    Args:
+        by: "source", or "group": groups are dealt to `folds` parts, each of which is left out once.
+    """
+    keys = sorted({_key(row, by) for row in rows})
+    parts = [{key} for key in keys] if by == "source" else [set(keys[start::folds]) for start in range(folds)]
+    found: dict[str, float] = {}
+    for part in parts:
+        kept, apart = ([row for row in rows if (_key(row, by) in part) is is_out] for is_out in (False, True))
+        values = fit(kept, links).values
+        residuals = _residuals(apart, (), values, np.empty(0))
+        found.update({row.case.number: float(value) for row, value in zip(apart, residuals, strict=True)})
+    return found
+
+
+def _key(row: Prepared, by: str) -> tuple[str, ...]:
+    case = row.case
+    return (case.source,) if by == "source" else (case.source, case.model, str(case.setting.mesh.world_size))
+
+
+def conformal(residuals: Mapping[str, float], rows: Sequence[Prepared], kind: str) -> tuple[float, float]:
+    """(below, above): how far measured times are below and above estimates, in logarithms, for 90% of rows, sources
+    weighed alike."""
+    of_kind = [row for row in rows if row.case.kind == kind and row.case.number in residuals]
+    counts = Counter(row.case.source for row in of_kind)
+
+    def bound(sign: int) -> float:
+        ordered = sorted((sign * residuals[row.case.number], 1 / counts[row.case.source]) for row in of_kind)
+        total = sum(weight for _, weight in ordered)
+        seen = 0.0
+        for value, weight in ordered:
+            seen += weight
+            if seen >= 0.95 * total:
+                return max(value, 0.02)
+        return max(ordered[-1][0], 0.02)
+
+    return bound(1), bound(-1)
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def fixed_by(name: str, rows: Sequence[Prepared], told: float) -> str:
+    """What fixed a constant, as text."""
+    if told < 0.1:
+        return "assumption: the rows do not say"
+    counts = Counter(row.case.source for row in rows if _depends(row, name))
+    sources = ", ".join(f"{count} of {source.split(' (')[0].split(' et al')[0]}" for source, count in counts.most_common(3))
+    return f"{sum(counts.values())} step times ({sources}); {told:.0%} of the assumed variance is gone"
+
+
+def write(values: Mapping[str, float], reasons: Mapping[str, str]) -> None:
+    """Into `constants.yaml`; constants without a value here keep theirs."""
+    head = FILE.read_text(encoding="utf-8").partition("\n")[0]
+    lines = [head]
+    for name, row in constants().items():
+        value, reason = values.get(name, row.value), reasons.get(name, row.fixed_by)
+        lines.append(
+            f'{name}: {{value: {value:.4g}, prior: {row.prior:g}, spread: {row.spread:g}, fixed_by: "{reason}"}}'
+        )
+    FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    constants.cache_clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("links", type=Path)
+    parser.add_argument("--write", action="store_true", help="write constants.yaml")
+    parser.add_argument("--leave-out", choices=("source", "group"), help="also score rows that were not fitted on")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = prepared(case for _, case in cases(read_rows(args.rows)) if not isinstance(case, str))
+    links = link_rows(args.links)
+    result: dict[str, Any] = {}
+    if args.leave_out:
+        residuals = left_out(rows, links, args.leave_out)
+        result["left_out"] = residuals
+        intervals: dict[str, float] = {}
+        for kind, name in (("dense", "dense"), ("mixture", "mixture")):
+            below, above = conformal(residuals, rows, kind)
+            intervals |= {f"interval.{name}.below": below, f"interval.{name}.above": above}
+        for line in _scores(rows, residuals):
+            print(line)
+        if args.write:
+            reason = f"errors on rows of another {args.leave_out}, 90% of which it covers"
+            write(intervals, dict.fromkeys(intervals, reason))
+    else:
+        found = fit(rows, links)
+        for name, value in found.values.items():
+            print(f"{name:<36} {constants()[name].prior:8.4g} -> {value:8.4g}  {fixed_by(name, rows, found.told[name])}")
+        for line in _scores(rows, _by_number(rows, found.values)):
+            print(line)
+        if args.write:
+            write(found.values, {name: fixed_by(name, rows, found.told[name]) for name in found.values})
+    write_record(args.json, result)
+
+
+def _by_number(rows: Sequence[Prepared], values: Mapping[str, float]) -> dict[str, float]:
+    residuals = _residuals(rows, (), values, np.empty(0))
+    return {row.case.number: float(value) for row, value in zip(rows, residuals, strict=True)}
+
+
+def _scores(rows: Sequence[Prepared], residuals: Mapping[str, float]) -> list[str]:
+    """A line for each source: n, median and 90th percentile of the error."""
+    by_source: dict[str, list[float]] = {}
+    for row in rows:
+        if row.case.kind == "dense" and row.case.number in residuals:
+            by_source.setdefault(row.case.source, []).append(abs(residuals[row.case.number]))
+    return [
+        f"{source[:50]:<50} {len(sizes):4d}  median {quantile(sizes, 0.5):.1%}  p90 {quantile(sizes, 0.9):.1%}"
+        for source, sizes in by_source.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -7,16 +7,38 @@ from math import prod
 
 from parallelize.axes.tensor.experts.expert_parallel import num_choices, scaled_experts_of
 from parallelize.base.mesh import SAMPLE_AXES, MeshSpec
+from parallelize.base.errors import ModelError, Problem
 from parallelize.tools.analysis.cost.machine import Machine
 from parallelize.tools.analysis.cost.memory import RankMemory, memory_of
-from parallelize.tools.analysis.cost.setting import Setting
+from parallelize.tools.analysis.cost.setting import RECORDED, Setting
 from parallelize.tools.analysis.cost.timing import StageTime, StepTime, stage_time, step_time
 from parallelize.tools.analysis.cost.training_step import RankStep
+from parallelize.tools.analysis.outline.decoder import decoder_of
 from parallelize.tools.analysis.outline.subject import OutlinedSubject
 from parallelize.tools.analysis.subject import Subject
 
 
 AnySubject = Subject | OutlinedSubject
+
+
+def costed(subject: AnySubject, setting: Setting) -> AnySubject:
+    """What the costs of a setting are computed from: the recorded code of the model, or its outline where other kernels
+    than those of the code are asked for. Raises: ModelError `no-outline`."""
+    if isinstance(subject, OutlinedSubject) or setting.kernels == RECORDED:
+        return subject
+    outline = outline_of(subject)
+    if outline is None:
+        what = f"{setting.kernels!r} kernels are known for decoders such as Llama and GPT-2, not for this model"
+        raise ModelError(Problem("no-outline", what, fix=f"kernels={RECORDED!r}: what the model's code calls"))
+    return outline
+
+
+def outline_of(subject: Subject) -> OutlinedSubject | None:
+    """The outline of a model of `transformers`; None where it is none that an outline can stand for."""
+    if subject.outline is None:
+        decoder = decoder_of(subject.source.config) if subject.source.config is not None else None
+        subject.outline = (OutlinedSubject(decoder) if decoder is not None else None,)
+    return subject.outline[0]
 
 
 def measure(
@@ -38,7 +60,7 @@ def measure_memory(
     subject: AnySubject, setting: Setting, *, every_layer: bool = False, by_segment: bool = True, walks: bool = True
 ) -> tuple[list[RankStep], list[RankMemory]]:
     """Steps and memories of the analyzed pp ranks."""
-    schedule = setting.pipeline(listed=walks)
+    subject, schedule = costed(subject, setting), setting.pipeline(listed=walks)
     steps = [subject.rank_step(setting, schedule, rank, every_layer) for rank in _analyzed_ranks(setting.size("pp"))]
     return steps, [memory_of(step, by_segment, walks) for step in steps]
 
@@ -79,7 +101,7 @@ def model_flops(subject: AnySubject, setting: Setting) -> float:
 
     Source: PaLM, arXiv:2204.02311, app. B (here causal attention counts half, as fused kernels compute it).
     """
-    if isinstance(subject, OutlinedSubject):
+    if isinstance(subject := costed(subject, setting), OutlinedSubject):
         return subject.model_flops(setting)
     unsharded = replace(
         setting,

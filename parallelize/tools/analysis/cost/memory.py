@@ -19,6 +19,7 @@ from parallelize.tools.analysis.cost.data_axes import MOMENTUM_BYTES, buckets_of
 from parallelize.tools.analysis.cost.in_flight import has_closed_form, stages_in_flight
 from parallelize.tools.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
 from parallelize.tools.analysis.cost.training_step import RankStep, receives_early
+from parallelize.tools.analysis.record.constants import constant
 from parallelize.tools.analysis.record.trace_data import Segment
 
 
@@ -130,11 +131,21 @@ def _stepped(shards: Sequence[ParameterShard], setting: Setting) -> int:
     return int(_optimizer_elements(shards, setting) * setting.training_system.step_bytes)
 
 
-def device_bytes(tensors: float, setting: Setting) -> float:
-    """The memory of a GPU that a rank takes: its tensors, what the allocator holds beside them, and the context and
-    libraries."""
+RESERVED_MOST = 0.05
+"""Of a device's memory, the most that a context and libraries are taken to need: small devices run smaller workspaces."""
+
+
+def device_bytes(tensors: float, setting: Setting, memory_bytes: float, *, at_limit: bool = False) -> float:
+    """The memory of a device that a rank takes: its tensors, what the allocator holds beside them, and the context and
+    libraries.
+
+    Args:
+        memory_bytes: of the device. at_limit: the least that it can do with: the allocator frees what it holds before
+            it gives up.
+    """
     system = setting.training_system
-    return tensors * (1 + system.fragmentation) + system.reserve
+    beside = system.fragmentation * (constant("fragmentation_limit") if at_limit else 1.0)
+    return tensors * (1 + beside) + min(system.reserve, RESERVED_MOST * memory_bytes)
 
 
 def _preallocates_gradients(setting: Setting) -> bool:

@@ -22,6 +22,9 @@ STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 0, "sgd_momentum": 4, "adafactor": 
 """Bytes of optimizer state per element, in float32; of Muon those of the elements that AdamW steps (see
 `matrix_steps.py`)."""
 
+RECORDED = "eager"
+"""The kernels that stock models of PyTorch call: those that a recording of the model's code shows."""
+
 _ONE_PER_MICROBATCH: Any = None
 
 
@@ -50,7 +53,7 @@ class Setting(Options):
     optimizer: str = "adamw"
     offload_state: bool = False
     transport: str = "nccl"
-    kernels: str = "eager"
+    kernels: str = RECORDED
     system: str = OWN
     attention_again: bool = False
     matmul_dtype: str | None = None

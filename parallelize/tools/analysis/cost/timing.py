@@ -1,7 +1,7 @@
 """An estimate of a step's time: ops at the rates that they reach, messages at those of links, the schedule's bubble.
 Arithmetic.
 
-The estimate is between two bounds. *Sequential*: nothing is overlapped. *Overlapped*: everything that can run while
+Beside the estimate stand two bounds. *Sequential*: nothing is overlapped. *Overlapped*: everything that can run while
 compute runs does, and is hidden completely: messages between stages, reductions over data axes during the last
 backward, ZeRO 3's gathers at any time, and messages over tp where the plan's linears are overlapped. In the estimate,
 what a system hides still takes a part of its time from compute (the constant `contention`: kernels of messages take
@@ -72,6 +72,8 @@ class StepTime:
 
     Attributes:
         step_s: the estimate.
+        least_s: what no schedule on this mesh goes below: the matmuls of the rank with the most at the rate that large
+            ones reach, or its messages at the rates of their links, whichever takes longer.
         in_turn_s, overlapped_s: the sequential and the overlapped bound of a step.
         pipeline_s, data_s, optimizer_s: parts of the sequential bound: the pipeline, messages over data axes, and the
             optimizer of the slowest rank.
@@ -85,6 +87,7 @@ class StepTime:
     """
 
     step_s: float
+    least_s: float
     in_turn_s: float
     overlapped_s: float
     pipeline_s: float
@@ -166,8 +169,11 @@ def step_time(
         sum(stages[stage].flops for stage in range(schedule.num_stages) if schedule.stage_ranks[stage] == rank)
         for rank in range(schedule.num_ranks)
     )
+    rate = machine.peak_flops[setting.dtype or setting.weights_dtype] * machine.matmul_efficiency
+    least_s = max(most_flops * setting.step_microbatches / rate, data_s, _messages_in_stages_s(schedule, stages))
     return StepTime(
         step_s=step_s,
+        least_s=least_s,
         in_turn_s=in_turn_s,
         overlapped_s=overlapped_s,
         pipeline_s=sequential_s,
@@ -182,6 +188,14 @@ def step_time(
         parts=parts,
         timeline=timeline,
     )
+
+
+def _messages_in_stages_s(schedule: Schedule, stages: Sequence[StageTime]) -> float:
+    """Seconds of the messages inside the stages of one rank in a step."""
+    each = [0.0] * schedule.num_ranks
+    for stage, rank in enumerate(schedule.stage_ranks):
+        each[rank] += stages[stage].forward_messages_s + stages[stage].backward_messages_s
+    return max(each) * schedule.num_microbatches
 
 
 def _parts(

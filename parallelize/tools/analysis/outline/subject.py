@@ -19,6 +19,7 @@ from parallelize.tools.analysis.outline.decoder import Decoder, Weight
 from parallelize.tools.analysis.outline.parts import Parts, Work, segment
 from parallelize.tools.analysis.record.trace_data import LOSS, MicrobatchSegments, MicrobatchTrace, Segment, StageBoundary
 
+SPLIT = ("zbv", "zb1p", "interleaved_zb", "dualpipe_v")  # schedules in which dgrad and wgrad run apart
 FIRST, LAST, LAYERS = "embedding", "head", "layers"
 
 
@@ -35,7 +36,10 @@ class OutlinedSubject:
         """The step of one pp rank. every_layer, to_one_rank: as of `Subject`; layers are equal, and tokens even."""
         stages = self.stages(schedule)
         shards = list(self._shards(setting, schedule, pp_rank, stages))
-        return RankStep(self.trace(setting), stages, setting, schedule, pp_rank, shards=shards)
+        trace = self.trace(setting)
+        return RankStep(
+            trace, stages, setting, schedule, pp_rank, shards=shards, split_trace=self._split(trace, setting, schedule)
+        )
 
     def model_flops(self, setting: Setting) -> float:
         """Operations of one step, without recompute."""
@@ -97,6 +101,15 @@ class OutlinedSubject:
         boundary = StageBoundary(((parts.boundary_bytes, True),))
         return MicrobatchTrace(segments, segments, dict.fromkeys(self.units[1:], boundary), representatives)
 
+    def _split(self, trace: MicrobatchTrace, setting: Setting, schedule: Schedule) -> MicrobatchTrace | None:
+        """The trace in which dgrad and wgrad run apart, where the schedule does that, as `Pipeline` decides."""
+        if setting.schedule not in SPLIT or setting.recompute != "off" or setting.zero == 3 or setting.size("pp") == 1:
+            return None
+        halves = [_halves(each) for each in trace.later.backward]
+        first, second = (tuple(half[index] for half in halves) for index in (0, 1))
+        segments = MicrobatchSegments(trace.later.forward, first, second)
+        return replace(trace, first=segments, later=segments)
+
     def _kind(self, index: int, setting: Setting) -> tuple[bool, bool]:
         """(whether a layer is recomputed, whether a layer of a mixture has no experts)."""
         recomputed = setting.recompute != "off" and index % setting.recompute_every == 0
@@ -125,6 +138,14 @@ class OutlinedSubject:
         width = own.dense_ffn or own.ffn
         shape = (own.gates * width, own.hidden) if weight.name.endswith("fc1") else (own.hidden, width)
         return Weight(weight.name, shape, weight.tp_dim)
+
+
+def _halves(whole: Segment) -> tuple[Segment, Segment]:
+    """(dgrad, wgrad) of a backward: of each linear's two matmuls one in each; all else is dgrad's."""
+    linears = [kernel for kernel in whole.kernels if kernel.is_matmul and not kernel.attention]
+    others = [kernel for kernel in whole.kernels if not kernel.is_matmul or kernel.attention]
+    dgrad = replace(whole, kernels=[*others, *linears[::2]], launches=whole.launches / 2)
+    return dgrad, Segment(whole.unit, kernels=linears[1::2], launches=whole.launches / 2)
 
 
 def _layer(parts: Parts, unit: str, recomputed: bool, dense: bool, setting: Setting) -> tuple[Segment, Segment]:

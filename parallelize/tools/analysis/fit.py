@@ -24,6 +24,8 @@ from parallelize.tools.analysis.cost.setting import Setting, check_setting, make
 from parallelize.tools.analysis.measure import AnySubject, measure_memory, measure_time, model_flops, outline_of
 from parallelize.tools.analysis.subject import Subject, check
 
+TRIES = 2
+"""Settings of a mesh that are measured on the model itself, of those that its outline ranks first."""
 _TOO_LARGE = "the peak, with the context and what the allocator holds, is above the memory"
 
 
@@ -173,7 +175,9 @@ def fit(
                 screened.append(candidate)
                 if mesh not in best or candidate.step_s < best[mesh].step_s:
                     best[mesh] = candidate
-    fastest = tuple(_exact(screened, most, lambda setting: _try(subject, setting, machine, memory_limit, rejections)))
+    tries = TRIES if screened_by is not subject else len(screened)
+    exact = lambda setting: _try(subject, setting, machine, memory_limit, rejections)  # noqa: E731
+    fastest = tuple(_exact(screened, most, exact, tries))
     rejected = rejections.most_common()
     if not fastest:
         rows = tuple((f"{rejection.count} settings", rejection.reason) for rejection in rejected[:10])
@@ -183,10 +187,14 @@ def fit(
 
 
 def _exact(
-    screened: Iterable[Candidate], most: int, measured: Callable[[Setting], Candidate | None]
+    screened: Iterable[Candidate], most: int, measured: Callable[[Setting], Candidate | None], tries: int
 ) -> Iterator[Candidate]:
-    """The fastest settings of different meshes, each measured with all of its microbatches, in order."""
+    """The fastest settings of different meshes, each measured with all of its microbatches, in order.
+
+    tries: settings of one mesh that are measured, at most, after which the best of them stands for it.
+    """
     shown: set[MeshSpec] = set()
+    tried: Counter[MeshSpec] = Counter()
     queue = [(candidate.step_s, number, candidate, False) for number, candidate in enumerate(screened)]
     heapq.heapify(queue)
     while queue and len(shown) < most:
@@ -197,7 +205,10 @@ def _exact(
             shown.add(candidate.setting.mesh)
             yield candidate
             continue
+        if tried[candidate.setting.mesh] >= tries:
+            continue
         exact = measured(candidate.setting)
+        tried[candidate.setting.mesh] += exact is not None
         if exact is not None:
             heapq.heappush(queue, (exact.step_s, number, exact, True))
 
@@ -341,7 +352,7 @@ def _try(
     if needed > memory_limit:
         rejections.add(_TOO_LARGE, counted_as)
         return None
-    time = measure_time(subject, setting, machine, steps, memories, simulated=walks)
+    time = measure_time(subject, setting, machine, steps, memories, simulated=False)
     low, high = interval_of(time.step_s, setting, machine, has_experts=setting.ep > 1)
     return Candidate(
         setting, time.step_s, time.in_turn_s, peak, time.mfu, time.bubble_fraction, low, high, needed

@@ -178,7 +178,7 @@ def load_machine(name: str | os.PathLike) -> Machine:
     for key in _constant_names():
         value, source = _constant(raw, key)
         if value is None and key in _DEFAULTS:
-            value = _DEFAULTS[key]
+            value, source = _DEFAULTS[key], "none: the profile does not state it"
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
         is_number = is_number and (value > 0 or (value == 0 and key in _DEFAULTS))
         if not is_number or (key == "node_ranks" and value != int(value)):

@@ -83,7 +83,10 @@ def report(rows: Sequence[Predicted], left_out: Counter[str]) -> tuple[list[str]
     timed = sorted(row.row_s for row in rows if not row.first)
     if timed:
         data["row_ms"] = {"median": timed[len(timed) // 2] * 1e3, "most": timed[-1] * 1e3, "n": len(timed)}
-        lines += ["", "a row after the first of its model: {median:.1f} ms, at most {most:.0f} ms".format(**data["row_ms"])]
+        lines += [
+            "",
+            "a row after the first of its model: {median:.1f} ms, at most {most:.0f} ms".format(**data["row_ms"]),
+        ]
     return lines, data
 
 

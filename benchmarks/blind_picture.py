@@ -42,5 +42,8 @@ def draw(path: Path, rows: Sequence[Predicted]) -> None:
         for row in some:
             assert row.case.measured_s is not None
             body.append(box(x_of(row.case.measured_s) - 2.5, y_of(row.step_s) - 2.5, 5, 5, f"{fill} pale1"))
-        body += [box(_LEFT + _SIDE + 20, y, 10, 10, fill), text_at(_LEFT + _SIDE + 36, y + 9, f"{name[:44]} ({len(some)})")]
+        body += [
+            box(_LEFT + _SIDE + 20, y, 10, 10, fill),
+            text_at(_LEFT + _SIDE + 36, y + 9, f"{name[:44]} ({len(some)})"),
+        ]
     path.write_text(standalone(picture("Estimated over measured step time", _WIDTH, _HEIGHT, body)))

@@ -1,7 +1,7 @@
 """Rows of public measurements -> what the planner takes: a decoder, a setting, a machine. Lenient with spellings.
 
-Rows come from many systems, each of which names kernels, recompute and GPUs in its own way. A row is left out only where
-a fact is missing that no default can stand for: the model's sizes, its batch, or what was measured.
+Rows come from many systems, and each names kernels, recompute and GPUs in its own way. A row is left out only where a
+fact is missing that no default can stand for: the model's sizes, its batch, or what was measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.outline.decoder import Decoder
 
 
-class LeftOut(Exception):
+class LeftOutError(Exception):
     """A row without a fact that the planner needs."""
 
 
@@ -57,7 +57,7 @@ def read_rows(path: Path, source: str | None = None) -> list[dict[str, str]]:
 
 
 def case_of(row: Mapping[str, str]) -> Case:
-    """Raises: LeftOut."""
+    """Raises: LeftOutError."""
     decoder = _decoder(row)
     machine = machine_of(row)
     setting = _setting(row, decoder)
@@ -65,7 +65,7 @@ def case_of(row: Mapping[str, str]) -> Case:
     measured = _seconds(row, setting, decoder, machine) if ran else None
     peak = _float(row, "mem_gb")
     if ran and measured is None and peak is None:
-        raise LeftOut("nothing was measured")
+        raise LeftOutError("nothing was measured")
     unit = 2.0**30 if "gib" in _text(row, "mem_kind") else 1e9
     if "nvidia-smi" in _text(row, "mem_kind"):  # MiB, over 1,000: of 80 GiB it shows up to 81.6
         unit = 1000 * 2.0**20
@@ -73,9 +73,14 @@ def case_of(row: Mapping[str, str]) -> Case:
     return Case(
         row.get("id", ""), row.get("source", ""), row.get("model", ""), decoder, setting, machine, measured,
         peak * unit if peak else None, ran,
-        (row.get("source"), row.get("model"), gpus, setting.batch * setting.size("dp_replicate", "dp"), setting.sequence),
+        (row.get("source"), row.get("model"), gpus, _sequences(setting), setting.sequence),
         _kind(decoder, setting), row,
     )  # fmt: skip
+
+
+def _sequences(setting: Setting) -> int:
+    """Of a step."""
+    return setting.batch * setting.size("dp_replicate", "dp")
 
 
 def _kind(decoder: Decoder, setting: Setting) -> str:
@@ -104,7 +109,7 @@ def _int(row: Mapping[str, str], key: str, default: int | None = None) -> int | 
 def _needed(row: Mapping[str, str], key: str) -> int:
     value = _int(row, key)
     if value is None or value < 1:
-        raise LeftOut(f"no {key}")
+        raise LeftOutError(f"no {key}")
     return value
 
 
@@ -153,7 +158,7 @@ def _decoder(row: Mapping[str, str]) -> Decoder:
     if published is not None and (given["layers"] is None or given["hidden"] is None):
         given = {key: given[key] or value for key, value in zip(sizes, published, strict=True)}
     if not given["layers"] or not given["hidden"]:
-        raise LeftOut("no sizes of the model")
+        raise LeftOutError("no sizes of the model")
     hidden = given["hidden"]
     heads = given["heads"] or max(1, hidden // 128)
     ffn = given["ffn"] or 4 * hidden
@@ -240,7 +245,7 @@ def _setting(row: Mapping[str, str], decoder: Decoder) -> Setting:
     if dp < 1 or dp * tp * pp * cp != gpus:
         dp = gpus // (tp * pp * cp)
         if dp < 1 or dp * tp * pp * cp != gpus:
-            raise LeftOut(f"tp {tp}, pp {pp}, cp {cp} do not divide {gpus} GPUs")
+            raise LeftOutError(f"tp {tp}, pp {pp}, cp {cp} do not divide {gpus} GPUs")
     mbs, count = _batch(row, dp)
     ep, etp = max(1, _int(row, "ep", 1) or 1), _int(row, "etp") or tp
     ep = ep if decoder.experts and decoder.experts % ep == 0 else 1
@@ -278,7 +283,7 @@ def _batch(row: Mapping[str, str], dp: int) -> tuple[int, int]:
     if mbs is None and gbs:
         mbs = max(1, gbs // dp)
     if mbs is None:
-        raise LeftOut("no batch")
+        raise LeftOutError("no batch")
     if gbs:
         count = max(1, round(gbs / (dp * mbs)))
     return max(1, mbs), count or 1
@@ -372,7 +377,7 @@ def cases(rows: list[dict[str, str]]) -> Iterator[tuple[dict[str, str], Case | s
     for row in rows:
         try:
             yield row, case_of(row)
-        except LeftOut as reason:
+        except LeftOutError as reason:
             yield row, str(reason)
         except Exception as error:  # a row in a form that was not foreseen: told, never in the way of the others
             yield row, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -63,7 +63,9 @@ def score(rows: Sequence[Predicted]) -> dict[str, Any]:
             "out of memory, said to fit": sum(row.fits for row in out),
             "out of memory, said not to fit": sum(not row.fits for row in out),
         },
-        "peak_median": _figure([abs(math.log(row.peak_bytes / row.case.peak_bytes)) for row in peaks], statistics.median),
+        "peak_median": _figure(
+            [abs(math.log(row.peak_bytes / row.case.peak_bytes)) for row in peaks], statistics.median
+        ),
         "peaks": len(peaks),
         "coverage": _share([_covers(row) for row in timed]),
     }

@@ -34,6 +34,7 @@ from parallelize.tools.analysis.record.constants import FILE, constants, trying
 
 HUBER = 0.12  # residuals of the logarithm beyond which weights fall
 STEP = 0.02  # of a logarithm, for derivatives
+NOTHING = np.empty(0)
 NOISE = 0.05  # of one row, against which the spreads of the constants are weighed
 NOT_FITTED = ("reserve_gb", "fragmentation", "fragmentation_limit", "interval")  # of memory, and of errors
 
@@ -51,9 +52,7 @@ class Prepared:
     def residual(self) -> float:
         """The logarithm of estimated over measured seconds."""
         machine = machine_of(self.case.row)
-        time = measure_time(
-            self.subject, self.case.setting, machine, self.steps, self.memories, simulated=False
-        )
+        time = measure_time(self.subject, self.case.setting, machine, self.steps, self.memories, simulated=False)
         assert self.case.measured_s is not None
         return math.log(time.step_s / self.case.measured_s)
 
@@ -150,7 +149,7 @@ def fit(rows: Sequence[Prepared], links: Sequence[LinkRow], rounds: int = 8) -> 
     def values(point: np.ndarray) -> dict[str, float]:
         return {name: _bounded(name, math.exp(value)) for name, value in zip(names, point, strict=True)}
 
-    def residuals(point: np.ndarray, known: np.ndarray = np.empty(0), moved: str = "") -> np.ndarray:
+    def residuals(point: np.ndarray, known: np.ndarray = NOTHING, moved: str = "") -> np.ndarray:
         return _residuals(rows, links, values(point), known, moved)
 
     def loss(found: np.ndarray, point: np.ndarray) -> float:
@@ -183,7 +182,11 @@ def fit(rows: Sequence[Prepared], links: Sequence[LinkRow], rounds: int = 8) -> 
 
 
 def _bounded(name: str, value: float) -> float:
-    return min(value, 1.0) if name.startswith(("hidden", "matmul.", "memory.", "inside.", "between")) and "_us" not in name else value
+    return (
+        min(value, 1.0)
+        if name.startswith(("hidden", "matmul.", "memory.", "inside.", "between")) and "_us" not in name
+        else value
+    )
 
 
 def _residuals(
@@ -215,7 +218,7 @@ def left_out(rows: Sequence[Prepared], links: Sequence[LinkRow], by: str, folds:
     for part in parts:
         kept, apart = ([row for row in rows if (_key(row, by) in part) is is_out] for is_out in (False, True))
         values = fit(kept, links).values
-        residuals = _residuals(apart, (), values, np.empty(0))
+        residuals = _residuals(apart, (), values, NOTHING)
         found.update({row.case.number: float(value) for row, value in zip(apart, residuals, strict=True)})
     return found
 
@@ -252,7 +255,9 @@ def fixed_by(name: str, rows: Sequence[Prepared], told: float) -> str:
     if told < 0.1:
         return "assumption: the rows do not say"
     counts = Counter(row.case.source for row in rows if _depends(row, name))
-    sources = ", ".join(f"{count} of {source.split(' (')[0].split(' et al')[0]}" for source, count in counts.most_common(3))
+    sources = ", ".join(
+        f"{count} of {source.split(' (')[0].split(' et al')[0]}" for source, count in counts.most_common(3)
+    )
     return f"{sum(counts.values())} step times ({sources}); {told:.0%} of the assumed variance is gone"
 
 
@@ -284,9 +289,10 @@ def main() -> None:
         residuals = left_out(rows, links, args.leave_out)
         result["left_out"] = residuals
         intervals: dict[str, float] = {}
-        for kind, name in (("dense", "dense"), ("mixture", "mixture")):
-            below, above = conformal(residuals, rows, kind)
-            intervals |= {f"interval.{name}.below": below, f"interval.{name}.above": above}
+        for kind in ("dense", "mixture"):
+            if len({row.case.source for row in rows if row.case.kind == kind}) > 1:  # one source says nothing of others
+                below, above = conformal(residuals, rows, kind)
+                intervals |= {f"interval.{kind}.below": below, f"interval.{kind}.above": above}
         for line in _scores(rows, residuals):
             print(line)
         if args.write:
@@ -295,7 +301,9 @@ def main() -> None:
     else:
         found = fit(rows, links)
         for name, value in found.values.items():
-            print(f"{name:<36} {constants()[name].prior:8.4g} -> {value:8.4g}  {fixed_by(name, rows, found.told[name])}")
+            print(
+                f"{name:<36} {constants()[name].prior:8.4g} -> {value:8.4g}  {fixed_by(name, rows, found.told[name])}"
+            )
         for line in _scores(rows, _by_number(rows, found.values)):
             print(line)
         if args.write:
@@ -304,7 +312,7 @@ def main() -> None:
 
 
 def _by_number(rows: Sequence[Prepared], values: Mapping[str, float]) -> dict[str, float]:
-    residuals = _residuals(rows, (), values, np.empty(0))
+    residuals = _residuals(rows, (), values, NOTHING)
     return {row.case.number: float(value) for row, value in zip(rows, residuals, strict=True)}
 
 

@@ -23,8 +23,8 @@ SLOW = 0.5  # of the assumed bandwidth
 
 @dataclass(frozen=True)
 class TimedLink:
-    """The slowest group of an axis. bytes_per_s: that each rank sends (bus bandwidth). assumed: what a group with as many
-    ranks in each node should reach, by the profile."""
+    """The slowest group of an axis. bytes_per_s: that each rank sends (bus bandwidth). assumed: what a group with as
+    many ranks in each node should reach, by the profile."""
 
     axis: str
     ranks: int

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from parallelize.tools.analysis.subject import Subject
 
 MODEL = "a config.json or its folder, a transformers model type, llama-3-8b and the like, or package.module:function"
-HARDWARE = "a100, a100-40, h100-sxm, h100-500w, h800, h200, b200, gb200, l40s, rtx-4090, cpu, or a YAML file of that form"
+HARDWARE = (
+    "a100, a100-40, h100-sxm, h100-500w, h800, h200, b200, gb200, l40s, rtx-4090, cpu, or a YAML file of that form"
+)
 _LINT_SIZES = (2, 3)  # of tp, where no mesh is chosen
 
 
@@ -80,7 +82,9 @@ def _add_explain(verbs: Any) -> None:
         "--compare", nargs=2, metavar=("A", "B"), help="two plans, or two meshes (with `=`), side by side"
     )
     explain.add_argument(
-        "--why-not", metavar="MESH", help="what another mesh, with the same options, costs beside this one, part by part"
+        "--why-not",
+        metavar="MESH",
+        help="what another mesh, with the same options, costs beside this one, part by part",
     )
     add_json(explain)
     add_quiet(explain)

@@ -17,8 +17,8 @@ from parallelize.plan.models.model_source import ModelSource, source_of
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.state.report import row_text
-from parallelize.tools.analysis.cost.machine import Machine, load_machine
 from parallelize.tools.analysis.cost.intervals import interval_of
+from parallelize.tools.analysis.cost.machine import Machine, load_machine
 from parallelize.tools.analysis.cost.memory import RankMemory, device_bytes, memory_of
 from parallelize.tools.analysis.cost.setting import RECORDED, Setting, make_setting
 from parallelize.tools.analysis.cost.training_step import RankStep
@@ -269,7 +269,15 @@ def _totals(messages: Sequence[tuple[Message, int]], setting: Setting, machine: 
         axis = message.axis
         if axis not in totals:
             placement = machine.placement(setting.mesh_of(axis), axis)
-            totals[axis] = AxisTotal(axis, 0, 0, 0, 0.0, 0.0, "inside a node" if placement.nodes == 1 else f"{placement.nodes} nodes, {placement.in_node} a node")
+            totals[axis] = AxisTotal(
+                axis,
+                0,
+                0,
+                0,
+                0.0,
+                0.0,
+                "inside a node" if placement.nodes == 1 else f"{placement.nodes} nodes, {placement.in_node} a node",
+            )
         total = totals[axis]
         totals[axis] = replace(
             total,
@@ -290,12 +298,12 @@ def _assumptions(setting: Setting, every_layer: bool, gathered: dict[str, int]) 
         "not the scores"
     )
     yield (
-        "peaks are those of tensors; the verdict adds what the allocator holds beside them, and what a CUDA context and "
-        "NCCL take"
+        "peaks are those of tensors; the verdict adds what the allocator holds beside them, and what a CUDA context "
+        "and NCCL take"
     )
     yield (
-        "matmuls take their compute and their memory traffic, other ops their traffic, and a unit no less than the host "
-        "needs to launch them; sequential: nothing is hidden; overlapped: everything that can be"
+        "matmuls take their compute and their memory traffic, other ops their traffic, and a stage no less than the "
+        "host needs to launch them; sequential: nothing is hidden; overlapped: everything that can be"
     )
     yield (
         "model FLOPs are three times those of the unsharded forward's matmuls; causal attention counts half; recompute "

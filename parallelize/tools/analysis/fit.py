@@ -354,9 +354,7 @@ def _try(
         return None
     time = measure_time(subject, setting, machine, steps, memories, simulated=False)
     low, high = interval_of(time.step_s, setting, machine, has_experts=setting.ep > 1)
-    return Candidate(
-        setting, time.step_s, time.in_turn_s, peak, time.mfu, time.bubble_fraction, low, high, needed
-    )
+    return Candidate(setting, time.step_s, time.in_turn_s, peak, time.mfu, time.bubble_fraction, low, high, needed)
 
 
 def _resident_bytes(subject: Subject, setting: Setting) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from math import prod
 
 from parallelize.axes.tensor.experts.expert_parallel import num_choices, scaled_experts_of
-from parallelize.base.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.tools.analysis.cost.machine import Machine
 from parallelize.tools.analysis.cost.memory import RankMemory, memory_of
 from parallelize.tools.analysis.cost.setting import RECORDED, Setting
@@ -16,7 +17,6 @@ from parallelize.tools.analysis.cost.training_step import RankStep
 from parallelize.tools.analysis.outline.decoder import decoder_of
 from parallelize.tools.analysis.outline.subject import OutlinedSubject
 from parallelize.tools.analysis.subject import Subject
-
 
 AnySubject = Subject | OutlinedSubject
 
@@ -76,7 +76,7 @@ def measure_time(
 ) -> StepTime:
     """The time of a step whose analyzed ranks are `steps`. simulated: as `step_time` takes it."""
     schedule = setting.pipeline(listed=simulated)
-    known: dict[tuple, StageTime] = {}
+    known: dict[Hashable, StageTime] = {}
     stages = []
     for stage in range(schedule.num_stages):
         key = steps[0].alike(stage)

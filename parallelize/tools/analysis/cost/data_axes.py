@@ -67,7 +67,9 @@ def buckets_of(shards: Sequence[ParameterShard], setting: Setting) -> list[list[
     """Trained parameters by the bucket in which their gradients are reduced, in order."""
     trained = [shard for shard in shards if shard.trained]
     splits = _splits_gradients(setting)
-    split_axes = {axis: view_of(shard, setting).splits_gradients for axis, shard in {s.axis: s for s in trained}.items()}
+    split_axes = {
+        axis: view_of(shard, setting).splits_gradients for axis, shard in {s.axis: s for s in trained}.items()
+    }
     sizes = [
         GradientSize(
             (shard.stage, not shard.shape, shard.axis),

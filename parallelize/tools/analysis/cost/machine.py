@@ -190,7 +190,9 @@ def load_machine(name: str | os.PathLike) -> Machine:
         what = f"{len(invalid)} constants are not positive numbers"
         raise PlanError(Problem("bad-hardware", what, str(path), tuple(invalid), fix))
     machine = _machine(str(raw["name"]) if "name" in raw else path.stem, values, sources)
-    return replace(machine, not_scored=str(raw.get("not_scored", "a profile of your own" if path.parent != PROFILES else "")))
+    return replace(
+        machine, not_scored=str(raw.get("not_scored", "a profile of your own" if path.parent != PROFILES else ""))
+    )
 
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")

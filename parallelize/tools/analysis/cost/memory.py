@@ -98,12 +98,12 @@ def memory_of(step: RankStep, by_segment: bool = True, walks: bool = True) -> Ra
     without_gradient = {shard.name for shard in shards if not step.has_gradient(shard.name)}
     parameters, gradients, optimizer = stored_bytes(shards, setting, step.matrices.names, without_gradient)
     preallocated = gradients - (0 if _preallocates_gradients(setting) else _new_gradients(step))
+    walk: _MemoryWalk | _MicrobatchWalk
     if walks or not _has_arithmetic(setting):
-        walk: _MemoryWalk | _MicrobatchWalk = _MemoryWalk(step, by_segment)
-        moments = tuple(walk.moments())
+        walk = _MemoryWalk(step, by_segment)
     else:
         walk = _MicrobatchWalk(step)
-        moments = (walk.top,)
+    moments = tuple(walk.moments())
     buffers = buffer_bytes(shards, setting) + max(walk.peak_with_units - walk.peak_activations, 0)
     top = max(moments, key=lambda moment: moment.peak, default=Moment("", "", 0, 0, 0))
     base = parameters + optimizer + preallocated
@@ -132,7 +132,7 @@ def _stepped(shards: Sequence[ParameterShard], setting: Setting) -> int:
 
 
 RESERVED_MOST = 0.05
-"""Of a device's memory, the most that a context and libraries are taken to need: small devices run smaller workspaces."""
+"""Of a device's memory, the most that a context and libraries are taken to need: small ones have small workspaces."""
 
 
 def device_bytes(tensors: float, setting: Setting, memory_bytes: float, *, at_limit: bool = False) -> float:
@@ -182,6 +182,10 @@ class _MicrobatchWalk:
                 if units is not None:
                     peak = units.peak(segments, is_backward=kind == "B")
                     self.peak_with_units = max(self.peak_with_units, before + peak)
+
+    def moments(self) -> Iterator[Moment]:
+        """The highest one."""
+        yield self.top
 
 
 class _MemoryWalk:

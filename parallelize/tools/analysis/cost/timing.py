@@ -24,10 +24,11 @@ from parallelize.tools.analysis.cost.training_step import MessageTotals, RankSte
 from parallelize.tools.analysis.record.constants import constant
 from parallelize.tools.analysis.record.kernel_sets import kernel_set
 
+
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one microbatch in one stage: of ops on the device, of messages over tp, cp and ep, and of the host that
-    launches both. dgrad_fraction: dgrad's part of backward."""
+    """Seconds of one microbatch in one stage: of ops on the device, of messages over tp, cp and ep, and of the host
+    that launches both. dgrad_fraction: dgrad's part of backward."""
 
     forward_device_s: float
     forward_messages_s: float
@@ -77,7 +78,7 @@ class StepTime:
         in_turn_s, overlapped_s: the sequential and the overlapped bound of a step.
         pipeline_s, data_s, optimizer_s: parts of the sequential bound: the pipeline, messages over data axes, and the
             optimizer of the slowest rank.
-        bubble_fraction, timeline: bubble fraction and timeline of the pipeline, for the sequential bound; None where
+        bubble_fraction, timeline: bubble fraction and timeline of the pipeline, for the sequential bound; empty where
             the pipeline was not simulated.
         flops: floating-point operations of one step on the rank with the most.
         tokens_per_s: tokens per second of all ranks, for the estimate.
@@ -100,7 +101,7 @@ class StepTime:
     mfu_in_turn: float
     mfu_overlapped: float
     parts: dict[str, float]
-    timeline: Timeline | None
+    timeline: Timeline
 
 
 def stage_time(step: RankStep, stage: int, machine: Machine) -> StageTime:
@@ -152,9 +153,11 @@ def step_time(
     overlaps_tp = setting.overlap != "off"
     send_s = max((machine.message_s(message, setting.mesh) for step in steps for message in step.sends), default=0.0)
     simulated = simulated or not has_closed_form(setting.schedule)
-    timeline = _simulated(schedule, stages, send_s, overlapped=False) if simulated else None
+    timeline = Timeline(schedule.name, ())
+    if simulated:
+        timeline = _simulated(schedule, stages, send_s, overlapped=False)
     run = partial(_pipeline_s, schedule, stages, simulated=simulated)
-    sequential_s = timeline.makespan if timeline is not None else run(send_s, overlapped=False)
+    sequential_s = timeline.makespan if simulated else run(send_s, overlapped=False)
     hidden_s = run(0.0, overlapped=overlaps_tp)
     data = [_data_s(step, machine) for step in steps]
     data_s = max(gathers + reductions for gathers, reductions in data)
@@ -179,7 +182,7 @@ def step_time(
         pipeline_s=sequential_s,
         data_s=data_s,
         optimizer_s=optimizer_s,
-        bubble_fraction=timeline.bubble_fraction if timeline is not None else 0.0,
+        bubble_fraction=timeline.bubble_fraction,
         flops=most_flops * setting.step_microbatches,
         tokens_per_s=setting.tokens / step_s,
         mfu=model_flops / (step_s * peak_flops),

@@ -148,7 +148,8 @@ class RankStep:
         """Of forward, backward, dgrad and wgrad of a microbatch in one stage."""
         if stage not in self._totals:
             parts = self.segments(stage, later=True)
-            self._totals[stage] = *map(_totals, (parts.forward, parts.backward, parts.dgrad)), _totals(parts.wgrad)
+            forward, backward, dgrad = map(_totals, (parts.forward, parts.backward, parts.dgrad))
+            self._totals[stage] = forward, backward, dgrad, _totals(parts.wgrad)
         return self._totals[stage]
 
     def flops(self, stage: int) -> float:
@@ -171,7 +172,8 @@ class RankStep:
     @cached_property
     def messages_over_data(self) -> tuple[MessageTotals, MessageTotals]:
         """(gathers of ZeRO 3, everything else) over data axes in a step."""
-        gathers, others = [], []
+        gathers: list[tuple[Message, int]] = []
+        others: list[tuple[Message, int]] = []
         for message, times in self.messages:
             in_layers = message.axis == "cp" and message.op in ("send", "all_to_all")  # attention's, of a stage
             if in_layers or not _is_over_data_axes(message, self.setting):
@@ -242,7 +244,9 @@ class RankStep:
         alone = self.setting.zero == 3
         sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
         for shard in self.shards:
-            for ranks, numel in shard.pending if shard.pending and shard.trained and self.has_gradient(shard.name) else ():
+            for ranks, numel in (
+                shard.pending if shard.pending and shard.trained and self.has_gradient(shard.name) else ()
+            ):
                 for name in shard.names:
                     sizes[name if alone else "pending reductions", ranks] += numel
         for (name, ranks), numel in sizes.items():

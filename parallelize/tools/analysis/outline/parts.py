@@ -29,9 +29,7 @@ class Work:
     launches: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.kernels + other.kernels, self.messages + other.messages, self.launches + other.launches
-        )
+        return Work(self.kernels + other.kernels, self.messages + other.messages, self.launches + other.launches)
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,9 @@ class Parts:
             compute.append(_moved(qk * part.rotary.forward))
         messages = [*self._tp_pair(hidden_whole, "forward"), *self._tp_pair(hidden_whole, "forward")]
         messages += [*self._context_messages("forward", 1), *self._expert_messages(dense, "forward")]
-        return Work(tuple(compute), tuple(messages), part.launches.forward + RING_LAUNCHES * (self.setting.size("cp") - 1))
+        return Work(
+            tuple(compute), tuple(messages), part.launches.forward + RING_LAUNCHES * (self.setting.size("cp") - 1)
+        )
 
     def layer_backward(self, dense: bool = False) -> Work:
         own, part = self.decoder, self.kernels
@@ -101,7 +101,9 @@ class Parts:
             compute.append(_moved(qk * part.rotary.backward))
         messages = [*self._tp_pair(hidden_whole, "backward"), *self._tp_pair(hidden_whole, "backward")]
         messages += [*self._context_messages("backward", 2), *self._expert_messages(dense, "backward")]
-        return Work(tuple(compute), tuple(messages), part.launches.backward + 2 * RING_LAUNCHES * (self.setting.size("cp") - 1))
+        return Work(
+            tuple(compute), tuple(messages), part.launches.backward + 2 * RING_LAUNCHES * (self.setting.size("cp") - 1)
+        )
 
     def layer_kept(self, dense: bool = False) -> float:
         """Bytes that a layer keeps for backward, without recompute, its input among them."""
@@ -172,7 +174,9 @@ class Parts:
             yield _moved(tokens * width * moved)
         if own.experts and not dense:
             copies = self._etp if self.setting.ep > 1 else 1
-            yield _moved(self.residual_tokens * own.chosen * own.hidden * ITEM * 6 * copies)  # sorted by expert, and back
+            yield _moved(
+                self.residual_tokens * own.chosen * own.hidden * ITEM * 6 * copies
+            )  # sorted by expert, and back
             yield from self._linear(own.hidden, own.experts, times, int(self.residual_tokens))
 
     def _layer_gradients(self, dense: bool) -> float:

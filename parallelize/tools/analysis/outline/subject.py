@@ -17,7 +17,13 @@ from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.cost.training_step import RankStep
 from parallelize.tools.analysis.outline.decoder import Decoder, Weight
 from parallelize.tools.analysis.outline.parts import Parts, Work, segment
-from parallelize.tools.analysis.record.trace_data import LOSS, MicrobatchSegments, MicrobatchTrace, Segment, StageBoundary
+from parallelize.tools.analysis.record.trace_data import (
+    LOSS,
+    MicrobatchSegments,
+    MicrobatchTrace,
+    Segment,
+    StageBoundary,
+)
 
 SPLIT = ("zbv", "zb1p", "interleaved_zb", "dualpipe_v")  # schedules in which dgrad and wgrad run apart
 FIRST, LAST, LAYERS = "embedding", "head", "layers"
@@ -117,9 +123,7 @@ class OutlinedSubject:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def _shards(
-        self, setting: Setting, schedule: Schedule, pp_rank: int, stages: Stages
-    ) -> Iterator[ParameterShard]:
+    def _shards(self, setting: Setting, schedule: Schedule, pp_rank: int, stages: Stages) -> Iterator[ParameterShard]:
         decoder = self.decoder
         tied = decoder.tied and setting.size("pp") == 1
         for stage in (stage for stage, rank in enumerate(schedule.stage_ranks) if rank == pp_rank):
@@ -170,9 +174,7 @@ def _shard(weight: Weight, unit: str, stage: int, setting: Setting, decoder: Dec
     tp, is_expert = setting.size("tp"), weight.is_expert
     folds = is_expert and setting.ep > 1
     split = max(setting.etp, 1) if folds else tp
-    shape = tuple(
-        -(-size // split) if dim == weight.tp_dim else size for dim, size in enumerate(weight.shape)
-    )
+    shape = tuple(-(-size // split) if dim == weight.tp_dim else size for dim, size in enumerate(weight.shape))
     mesh = setting.mesh
     if is_expert:
         shape = (decoder.experts // (setting.ep if folds else 1) * shape[0], *shape[1:])

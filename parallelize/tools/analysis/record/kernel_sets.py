@@ -1,8 +1,8 @@
 """Sets of kernels by name: what each part of a layer reads, writes and keeps for backward under each. Torch-free.
 
 The same model takes twice the memory, and half again the time between matmuls, where its norms, activations and losses
-are many small ops instead of one kernel each. `kernel_sets.yaml` says for each set how many bytes are moved and kept for
-an element of what flows through a part, and how many ops the host launches for a layer.
+are many small ops instead of one kernel each. `kernel_sets.yaml` says for each set how many bytes are moved and kept
+for an element of what flows through a part, and how many ops the host launches for a layer.
 """
 
 from __future__ import annotations
@@ -106,9 +106,15 @@ def _set(name: str, values: Mapping[str, Any]) -> KernelSet:
         return Traffic(*map(float, values[part]))
 
     return KernelSet(
-        name,
-        values["title"],
-        *(traffic(part) for part in ("norm", "residual", "rotary", "gated", "plain", "scores", "logits")),
+        name=name,
+        title=values["title"],
+        norm=traffic("norm"),
+        residual=traffic("residual"),
+        rotary=traffic("rotary"),
+        gated=traffic("gated"),
+        plain=traffic("plain"),
+        scores=traffic("scores"),
+        logits=traffic("logits"),
         dropout=float(values["dropout"]),
         launches=Launches(*map(float, values["launches"])),
     )

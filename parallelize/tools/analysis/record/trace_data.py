@@ -66,13 +66,14 @@ class Kernel(NamedTuple):
 
 
 SOFTMAX_WIDTH = 48
-"""An exponential of a score over a multiply-add of one element of its head, in fused attention kernels: heads of 64 reach
-0.79 of the rate of heads of 128. Source: FlashAttention-3, arXiv:2407.08608, sec. 2.2 and fig. 5."""
+"""What the exponential of a score costs in a fused attention kernel, in elements of its head: heads of 64 reach 0.79 of
+the rate of heads of 128. An assumption, after FlashAttention-3, arXiv:2407.08608, sec. 3.2: exponentials run beside the
+matmuls, at 1/512 of their rate."""
 
 
 class Totals(NamedTuple):
-    """Sums over ops: operations of linears, and of attention in each direction as of wide heads; bytes that matmuls and other ops move,
-    and launches of the host."""
+    """Sums over ops: operations of linears, and of attention in each direction as of wide heads; bytes that matmuls and
+    other ops move; launches of the host."""
 
     linear_flops: float = 0.0
     forward_flops: float = 0.0
@@ -96,7 +97,8 @@ def totals_of(kernels: Sequence[Kernel], launches: float = 0.0) -> Totals:
             matmul_bytes += kernel.bytes
         else:
             moved_bytes += kernel.bytes
-    return Totals(*flops.values(), matmul_bytes, moved_bytes, launches or len(kernels))
+    linear, forward, backward = flops.values()
+    return Totals(linear, forward, backward, matmul_bytes, moved_bytes, launches or len(kernels))
 
 
 class MemoryChange(NamedTuple):

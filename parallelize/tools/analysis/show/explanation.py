@@ -188,7 +188,7 @@ class Explanation:
         for rank, report in zip(values["ranks"], self.ranks, strict=True):
             rank["memory"]["moments"] = [_moment_values(m) for m in _thinned(report.memory.moments, moments)]
         values["time"]["timeline"] = [
-            [[str(action), start, stop] for action, start, stop in spans] for spans in (self.time.timeline.spans if self.time.timeline is not None else ())
+            [[str(action), start, stop] for action, start, stop in spans] for spans in self.time.timeline.spans
         ]
         return values
 

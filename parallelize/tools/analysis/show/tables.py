@@ -256,11 +256,8 @@ def headline_difference(a: Explanation, b: Explanation) -> Table:
 def part_difference(chosen: Explanation, other: Explanation) -> Table:
     """Seconds of each part of both estimates, and what the other one adds."""
     before, after = chosen.time.parts, other.time.parts
-    rows = [
-        (name, duration(before.get(name, 0.0)), duration(after.get(name, 0.0)), _signed(after.get(name, 0.0) - before.get(name, 0.0)))
-        for name in dict.fromkeys([*before, *after])
-        if before.get(name, 0.0) or after.get(name, 0.0)
-    ]  # fmt: skip
+    pairs = {name: (before.get(name, 0.0), after.get(name, 0.0)) for name in dict.fromkeys([*before, *after])}
+    rows = [(name, *map(duration, pair), _signed(pair[1] - pair[0])) for name, pair in pairs.items() if any(pair)]
     whole = (chosen.time.step_s, other.time.step_s)
     rows.append(("step (estimate)", *map(duration, whole), _signed(whole[1] - whole[0])))
     return Table(("part of the estimate", "chosen", "other", "more"), rows, frozenset({1, 2, 3}))

@@ -33,6 +33,7 @@ def test_an_all_to_all_bills_what_leaves_the_node():
 
 def test_start_up_grows_with_the_ranks_of_a_ring():
     small, large = (
-        MACHINE.message_s(Message("all_gather", "dp", ranks, 8, "", "forward"), MeshSpec(dp=ranks)) for ranks in (16, 256)
+        MACHINE.message_s(Message("all_gather", "dp", ranks, 8, "", "forward"), MeshSpec(dp=ranks))
+        for ranks in (16, 256)
     )
     assert large > small + 200e-6

@@ -41,7 +41,9 @@ def test_operations_and_memory(model, mesh, options):
         assert mine.linear_flops == pytest.approx(theirs.linear_flops, rel=1e-6)
         assert mine.forward_flops == pytest.approx(theirs.forward_flops, rel=1e-6)
     assert flops[0] == pytest.approx(flops[1], rel=1e-6)
-    stored = [(memory.parameters, memory.optimizer) for _, memories, _ in (recorded, outlined) for memory in memories[:1]]
+    stored = [
+        (memory.parameters, memory.optimizer) for _, memories, _ in (recorded, outlined) for memory in memories[:1]
+    ]
     assert stored[0] == pytest.approx(stored[1], rel=0.01)
     peaks = [max(memory.peak for memory in memories) for _, memories, _ in (recorded, outlined)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.2)

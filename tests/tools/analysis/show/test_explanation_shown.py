@@ -130,7 +130,9 @@ def test_numbers_are_those_of_the_explanation(explanations, pages):
         for rank, on_page, on_terminal in zip(explanation.ranks, row, re.findall(r"[\d.]+ \w?B", line), strict=True):
             assert bytes_of(on_page) == bytes_of(on_terminal) == pytest.approx(getattr(rank.memory, field), rel=5e-3)
     time = explanation.time
-    assert cells(page, "step")[1:] == [duration(seconds) for seconds in (time.step_s, time.in_turn_s, time.overlapped_s)]
+    assert cells(page, "step")[1:] == [
+        duration(seconds) for seconds in (time.step_s, time.in_turn_s, time.overlapped_s)
+    ]
     assert cells(page, "MFU")[3] == f"{100 * explanation.time.mfu_overlapped:.1f}%"
 
 

@@ -31,7 +31,7 @@ from parallelize.tools.analysis.cost.intervals import interval_of
 from parallelize.tools.analysis.cost.memory import device_bytes
 from parallelize.tools.analysis.measure import measure
 from parallelize.tools.analysis.outline.decoder import Decoder
-from parallelize.tools.analysis.outline.subject import OutlinedSubject
+from parallelize.tools.analysis.outline.outlined import OutlinedSubject
 
 
 def predictions(every: Sequence[tuple[dict[str, str], Case | str]]) -> Iterator[Predicted]:

@@ -264,6 +264,7 @@ def _setting(row: Mapping[str, str], decoder: Decoder) -> Setting:
         stages_per_rank=stages if stages > 1 else None,
         zero=zero,
         sequence_parallel=bool(sp) and tp > 1,
+        ulysses=cp if re.search(r"a2a|all.?to.?all|ulysses", _text(row, "notes", "where")) else 1,
         loss_parallel=system in ("megatron", "deepspeed", "internevo"),
         ep=ep,
         etp=etp if ep > 1 else 1,

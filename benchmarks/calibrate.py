@@ -29,14 +29,14 @@ from parallelize.tools.analysis.cost.machine import Placement
 from parallelize.tools.analysis.cost.memory import RankMemory
 from parallelize.tools.analysis.cost.training_step import RankStep
 from parallelize.tools.analysis.measure import measure_memory, measure_time
-from parallelize.tools.analysis.outline.subject import OutlinedSubject
+from parallelize.tools.analysis.outline.outlined import OutlinedSubject
 from parallelize.tools.analysis.record.constants import FILE, constants, trying
 
 HUBER = 0.12  # residuals of the logarithm beyond which weights fall
 STEP = 0.02  # of a logarithm, for derivatives
 NOTHING = np.empty(0)
 NOISE = 0.05  # of one row, against which the spreads of the constants are weighed
-NOT_FITTED = ("reserve_gb", "fragmentation", "fragmentation_limit", "interval")  # of memory, and of errors
+NOT_FITTED = ("reserve_gb", "fragmentation", "fragmentation_limit", "interval", "narrow")  # of memory, and of errors
 
 
 @dataclass

@@ -15,7 +15,7 @@ from parallelize.tools.analysis.cost.setting import RECORDED, Setting
 from parallelize.tools.analysis.cost.timing import StageTime, StepTime, stage_time, step_time
 from parallelize.tools.analysis.cost.training_step import RankStep
 from parallelize.tools.analysis.outline.decoder import decoder_of
-from parallelize.tools.analysis.outline.subject import OutlinedSubject
+from parallelize.tools.analysis.outline.outlined import OutlinedSubject
 from parallelize.tools.analysis.subject import Subject
 
 AnySubject = Subject | OutlinedSubject

@@ -34,7 +34,7 @@ from parallelize.plan.stages import Stages
 from parallelize.tools.analysis.cost.data_axes import MatrixSteps, depends_on, matrix_parameters, matrix_steps
 from parallelize.tools.analysis.cost.setting import Setting, check_setting
 from parallelize.tools.analysis.cost.training_step import RankStep
-from parallelize.tools.analysis.outline.subject import OutlinedSubject
+from parallelize.tools.analysis.outline.outlined import OutlinedSubject
 from parallelize.tools.analysis.record.layer_dedup import LayerClasses, consistent, layer_classes
 from parallelize.tools.analysis.record.recording import RECORDED_OPTIONS, RecordedBatch, record
 from parallelize.tools.analysis.record.shapes import fake_mesh

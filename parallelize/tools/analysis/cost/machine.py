@@ -82,15 +82,17 @@ class Machine:
     constants: Mapping[str, float] = field(default_factory=dict)
     not_scored: str = ""
 
-    def device_s(self, totals: Totals, dtype: str, kernels: KernelSet) -> float:
-        """Seconds that the device takes for ops.
+    def device_s(self, totals: Totals, dtype: str, kernels: KernelSet, narrow: str = "") -> float:
+        """Seconds that the device takes for ops. narrow: the dtype of linears, where it is another than `dtype`.
 
         A matmul computes, and before and after that it moves its operands: so small and narrow ones, which have more
         bytes for each operation, are slower.
         """
         rate = self.peak_flops[dtype] * self.matmul_efficiency
         forward, backward = kernels.attention
-        flops_s = totals.linear_flops + totals.forward_flops / forward + totals.backward_flops / backward
+        gain = self.peak_flops.get(narrow, 0.0) / self.peak_flops[dtype] * constant("narrow") if narrow else 1.0
+        linear_flops = totals.linear_flops / max(gain, 1.0)  # a device without such units computes in `dtype`
+        flops_s = linear_flops + totals.forward_flops / forward + totals.backward_flops / backward
         moved = totals.matmul_bytes * constant("matmul_bytes") + totals.moved_bytes * kernels.elements
         return flops_s / rate + moved / (self.memory_bytes_per_s * self.memory_efficiency)
 

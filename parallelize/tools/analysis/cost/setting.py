@@ -115,11 +115,6 @@ class Setting(Options):
         return ITEM_BYTES[self.dtype or self.weights_dtype]
 
     @property
-    def matmul_kind(self) -> str:
-        """The dtype whose rate linears reach."""
-        return self.dtype or self.weights_dtype
-
-    @property
     def gradient_bytes(self) -> int:
         """Bytes of an element of a gradient as it is stored."""
         return int(self.training_system.gradients) if self.low_precision else self.compute_bytes

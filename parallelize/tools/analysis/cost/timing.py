@@ -108,7 +108,8 @@ def stage_time(step: RankStep, stage: int, machine: Machine) -> StageTime:
     """The time of one microbatch in one stage."""
     setting, kernels = step.setting, kernel_set(step.setting.kernels)
     forward, backward, dgrad, wgrad = step.totals(stage)
-    device_s = partial(machine.device_s, dtype=setting.matmul_kind, kernels=kernels)
+    narrow = "float8" if setting.matmul_dtype == "mxfp8" else setting.matmul_dtype or ""
+    device_s = partial(machine.device_s, dtype=setting.dtype or setting.weights_dtype, kernels=kernels, narrow=narrow)
     dgrad_s, wgrad_s = device_s(dgrad), device_s(wgrad)
     return StageTime(
         forward_device_s=device_s(forward),

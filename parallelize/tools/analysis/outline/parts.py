@@ -1,6 +1,6 @@
 """What each part of a decoder does with one microbatch on one rank: ops, messages, memory. Arithmetic, torch-free.
 
-Parts are the embedding, a layer, and the head with the loss. A recording of the model's code (`record/`) has the same
+The parts are the embedding, a layer, and the head with the loss. A recording of the model's code (`record/`) has the same
 form; an outline needs no code, and can stand for kernels that the code does not call.
 """
 
@@ -33,7 +33,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Parts:
+class DecoderParts:
     """The parts of a decoder under one setting, whose mesh and batch say what one rank has of each tensor."""
 
     decoder: Decoder
@@ -80,9 +80,7 @@ class Parts:
             compute.append(_moved(qk * part.rotary.forward))
         messages = [*self._tp_pair(hidden_whole, "forward"), *self._tp_pair(hidden_whole, "forward")]
         messages += [*self._context_messages("forward", 1), *self._expert_messages(dense, "forward")]
-        return Work(
-            tuple(compute), tuple(messages), part.launches.forward + RING_LAUNCHES * (self.setting.size("cp") - 1)
-        )
+        return Work(tuple(compute), tuple(messages), part.launches.forward + self._ring_launches)
 
     def layer_backward(self, dense: bool = False) -> Work:
         own, part = self.decoder, self.kernels
@@ -101,9 +99,7 @@ class Parts:
             compute.append(_moved(qk * part.rotary.backward))
         messages = [*self._tp_pair(hidden_whole, "backward"), *self._tp_pair(hidden_whole, "backward")]
         messages += [*self._context_messages("backward", 2), *self._expert_messages(dense, "backward")]
-        return Work(
-            tuple(compute), tuple(messages), part.launches.backward + 2 * RING_LAUNCHES * (self.setting.size("cp") - 1)
-        )
+        return Work(tuple(compute), tuple(messages), part.launches.backward + 2 * self._ring_launches)
 
     def layer_kept(self, dense: bool = False) -> float:
         """Bytes that a layer keeps for backward, without recompute, its input among them."""
@@ -174,9 +170,8 @@ class Parts:
             yield _moved(tokens * width * moved)
         if own.experts and not dense:
             copies = self._etp if self.setting.ep > 1 else 1
-            yield _moved(
-                self.residual_tokens * own.chosen * own.hidden * ITEM * 6 * copies
-            )  # sorted by expert, and back
+            # tokens are sorted by expert, and back
+            yield _moved(self.residual_tokens * own.chosen * own.hidden * ITEM * 6 * copies)
             yield from self._linear(own.hidden, own.experts, times, int(self.residual_tokens))
 
     def _layer_gradients(self, dense: bool) -> float:
@@ -288,11 +283,23 @@ class Parts:
             yield Message("all_gather", "tp", self.tp, int(elements * ITEM), "head", phase)
 
     def _context_messages(self, phase: str, times: int) -> Iterator[Message]:
-        """Keys and values (in backward with their gradients) around the ring of cp."""
-        ranks = self.setting.size("cp")
-        size = int(self.tokens * 2 * self.decoder.kv_width / self.tp * ITEM * times)
+        """Keys and values (in backward with their gradients) around the ring of cp; or heads for tokens, and back."""
+        ranks, own = self.setting.size("cp"), self.decoder
+        if ranks == 1:
+            return
+        if self.setting.ulysses > 1:
+            exchanged = self.tokens * (2 * own.query_width + 2 * own.kv_width) / self.tp * ITEM
+            yield Message("all_to_all", "cp", ranks, int(exchanged), "layers", phase)
+            return
+        size = int(self.tokens * 2 * own.kv_width / self.tp * ITEM * times)
         for _ in range(ranks - 1):
             yield Message("send", "cp", 2, size, "layers", phase)
+
+    @cached_property
+    def _ring_launches(self) -> int:
+        """Of one direction of a layer."""
+        ranks = self.setting.size("cp")
+        return 0 if ranks == 1 else RING_LAUNCHES * (1 if self.setting.ulysses > 1 else ranks - 1)
 
     def _expert_messages(self, dense: bool, phase: str) -> Iterator[Message]:
         """Tokens to their experts, and results back."""

@@ -17,7 +17,7 @@ import yaml
 FILE = Path(__file__).with_suffix(".yaml")
 
 
-class Constant(NamedTuple):
+class FittedConstant(NamedTuple):
     """A value, and the rows that fixed it. prior, spread: what is assumed without rows, and its logarithm's spread."""
 
     value: float
@@ -27,11 +27,11 @@ class Constant(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def constants() -> Mapping[str, Constant]:
+def constants() -> Mapping[str, FittedConstant]:
     """All constants by name."""
     raw = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return {
-        name: Constant(float(row["value"]), str(row["fixed_by"]), float(row["prior"]), float(row["spread"]))
+        name: FittedConstant(float(row["value"]), str(row["fixed_by"]), float(row["prior"]), float(row["spread"]))
         for name, row in raw.items()
     }
 

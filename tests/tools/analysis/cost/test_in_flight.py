@@ -11,7 +11,7 @@ from parallelize.tools.analysis.cost.in_flight import pipeline_s, stages_in_flig
 from parallelize.tools.analysis.cost.memory import memory_of
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.outline.decoder import Decoder
-from parallelize.tools.analysis.outline.subject import OutlinedSubject
+from parallelize.tools.analysis.outline.outlined import OutlinedSubject
 
 CASES = [("1f1b", 4, 1, 16), ("1f1b", 3, 1, 2), ("interleaved_1f1b", 4, 2, 16), ("interleaved_1f1b", 2, 4, 8)]
 

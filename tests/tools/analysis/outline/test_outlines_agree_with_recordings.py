@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from parallelize.base.errors import ModelError
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.models.model_source import read_model
 from parallelize.tools.analysis.cost.machine import load_machine
@@ -58,3 +59,11 @@ def test_messages_over_tp():
     )
     hidden_states = 2 * 512 * 512 * 2
     assert 0 <= sent - its <= hidden_states / 2
+
+
+def test_other_kernels_of_a_model_without_an_outline_are_refused():
+    subject = Subject(read_model("bert", {}), None)
+    setting = subject.complete(Setting(MeshSpec(dp=2), sequence=64, kernels="fused"))
+    with pytest.raises(ModelError) as caught:
+        measure(subject, setting, load_machine("h100-sxm"))
+    assert caught.value.slugs == ("no-outline",)

@@ -16,7 +16,7 @@ from parallelize.plan.stages import Stages
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.cost.training_step import RankStep
 from parallelize.tools.analysis.outline.decoder import Decoder, Weight
-from parallelize.tools.analysis.outline.parts import Parts, Work, segment
+from parallelize.tools.analysis.outline.parts import DecoderParts, Work, segment
 from parallelize.tools.analysis.record.trace_data import (
     LOSS,
     MicrobatchSegments,
@@ -79,14 +79,14 @@ class OutlinedSubject:
         key = (
             setting.size("tp"), setting.size("cp"), setting.microbatch_size, setting.sequence, setting.kernels,
             setting.sequence_parallel, setting.loss_parallel, setting.recompute, setting.recompute_every, setting.ep,
-            setting.etp, setting.gradient_bytes, setting.attention_again, setting.matmul_dtype,
+            setting.etp, setting.gradient_bytes, setting.attention_again, setting.matmul_dtype, setting.ulysses,
         )  # fmt: skip
         if key not in self._traces:
             self._traces[key] = self._trace(setting)
         return self._traces[key]
 
     def _trace(self, setting: Setting) -> MicrobatchTrace:
-        parts = Parts(self.decoder, setting)
+        parts = DecoderParts(self.decoder, setting)
         kinds = {f"{LAYERS}.{index}": self._kind(index, setting) for index in range(self.decoder.layers)}
         representatives: dict[str, str] = {FIRST: FIRST, LAST: LAST}
         first_of: dict[tuple[bool, bool], str] = {}
@@ -152,7 +152,7 @@ def _halves(whole: Segment) -> tuple[Segment, Segment]:
     return dgrad, Segment(whole.unit, kernels=linears[1::2], launches=whole.launches / 2)
 
 
-def _layer(parts: Parts, unit: str, recomputed: bool, dense: bool, setting: Setting) -> tuple[Segment, Segment]:
+def _layer(parts: DecoderParts, unit: str, recomputed: bool, dense: bool, setting: Setting) -> tuple[Segment, Segment]:
     """(forward, backward) of a layer."""
     forward, backward = parts.layer_forward(dense), parts.layer_backward(dense)
     kept, peak = parts.layer_kept(dense), parts.layer_peak(dense)

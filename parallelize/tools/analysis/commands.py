@@ -44,10 +44,11 @@ _LINT_SIZES = (2, 3)  # of tp, where no mesh is chosen
 
 
 def add_commands(verbs: Any) -> None:
-    """Add the three verbs to a parser's subparsers."""
+    """Add the four verbs to a parser's subparsers."""
     _add_lint(verbs)
     _add_explain(verbs)
     _add_fit(verbs)
+    _add_profile(verbs)
 
 
 def _add_lint(verbs: Any) -> None:
@@ -111,6 +112,15 @@ def _add_fit(verbs: Any) -> None:
     add_json(fit)
     add_quiet(fit)
     fit.set_defaults(run=_fit)
+
+
+def _add_profile(verbs: Any) -> None:
+    profile = verbs.add_parser("profile", help="measure this device, and write the hardware profile of explain and fit")
+    profile.add_argument("file", type=Path, metavar="FILE", help="the YAML file to write, for --hardware")
+    profile.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    profile.add_argument("--base", metavar="PROFILE", help="the shipped profile with this device's data sheet")
+    add_json(profile)
+    profile.set_defaults(run=_profile)
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -401,3 +411,19 @@ def _fitted_lines(fitted: Fitted, model: str, options: argparse.Namespace) -> Se
     if machine.not_scored:
         note = f"times on this hardware were not scored: {machine.not_scored}. {note}"
     return [title, limits, "", *table(head, rows), "", note, "", "not shown:", *reasons]
+
+
+# -- profile ------------------------------------------------------------------------------------------------------
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from parallelize.tools.analysis.profiling import profile
+
+    found = profile(options.file, options.device, options.base)
+    if options.json:
+        print_json(found)
+    else:
+        for key, value in found.items():
+            print(f"{key}: {value:.3g}")
+        say(f"written: {options.file}")
+    return FINE

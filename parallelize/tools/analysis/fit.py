@@ -177,7 +177,7 @@ def fit(
                     best[mesh] = candidate
     tries = TRIES if screened_by is not subject else len(screened)
     exact = lambda setting: _try(subject, setting, machine, memory_limit, rejections)  # noqa: E731
-    fastest = tuple(_exact(screened, most, exact, tries))
+    fastest = tuple(sorted(_exact(screened, most, exact, tries), key=lambda candidate: candidate.step_s))
     rejected = rejections.most_common()
     if not fastest:
         rows = tuple((f"{rejection.count} settings", rejection.reason) for rejection in rejected[:10])

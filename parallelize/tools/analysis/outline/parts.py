@@ -1,6 +1,6 @@
 """What each part of a decoder does with one microbatch on one rank: ops, messages, memory. Arithmetic, torch-free.
 
-The parts are the embedding, a layer, and the head with the loss. A recording of the model's code (`record/`) has the same
+The parts are the embedding, a layer, and the head with the loss. A recording of the code (`record/`) has the same
 form; an outline needs no code, and can stand for kernels that the code does not call.
 """
 

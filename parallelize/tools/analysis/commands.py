@@ -314,6 +314,8 @@ def _explain_setting(options: argparse.Namespace, plan: str | None, mesh: str, a
 
     machine = load_machine(options.hardware)
     subject, setting = _subject(options.model, plan, options.set), setting_of(options, mesh)
+    if options.why_not is not None and mesh == options.why_not:
+        setting = setting.with_tokens_of(setting_of(options, options.mesh).complete())
     return explain_subject(subject, setting, machine, every_layer=options.every_layer, advice=advice)
 
 

@@ -155,6 +155,17 @@ class Setting(Options):
         name, stages_per_rank = (self.schedule, self.stages_per_rank) if size > 1 else ("1f1b", None)
         return name, size, self.step_microbatches, stages_per_rank
 
+    def with_tokens_of(self, other: Setting) -> Setting:
+        """With the sequences that a step of `other` (complete) has over all ranks, in microbatches of its size where
+        they can be. Raises: ModelError `indivisible-batch`."""
+        sequences, ranks = other.batch * other.size(*SAMPLE_AXES), self.size(*SAMPLE_AXES)
+        batch, rest = divmod(sequences, ranks)
+        if rest or not batch:
+            what = f"{sequences} sequences of a step cannot be divided over {ranks} data ranks"
+            raise ModelError(Problem("indivisible-batch", what, fix=f"a batch of {ranks}, {2 * ranks}, ... in all"))
+        size = other.microbatch_size if batch % other.microbatch_size == 0 else 1
+        return replace(self, batch=batch, num_microbatches=batch // size)
+
     def describe(self) -> str:
         """The mesh and the options that matter most, on one line."""
         words = [str(self.mesh), f"zero={self.zero}"]

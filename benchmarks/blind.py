@@ -40,7 +40,7 @@ def predictions(every: Sequence[tuple[dict[str, str], Case | str]]) -> Iterator[
     for _, case in every:
         if isinstance(case, str):
             continue
-        began = time.perf_counter()
+        began = time.process_time()
         first = case.decoder not in subjects
         subject = subjects.setdefault(case.decoder, OutlinedSubject(case.decoder))
         _, memories, step = measure(subject, case.setting, case.machine, by_segment=False, walks=False)
@@ -49,7 +49,7 @@ def predictions(every: Sequence[tuple[dict[str, str], Case | str]]) -> Iterator[
         peak, least = (device_bytes(tensors, case.setting, memory, at_limit=at_limit) for at_limit in (False, True))
         interval = interval_of(step.step_s, case.setting, case.machine, has_experts=bool(case.decoder.experts))
         fits = least <= memory
-        yield Predicted(case, step.step_s, tuple(interval), peak, fits, time.perf_counter() - began, first)
+        yield Predicted(case, step.step_s, tuple(interval), peak, fits, time.process_time() - began, first)
 
 
 def _line(name: str, n_out: int, figures: dict[str, Any]) -> str:

@@ -264,6 +264,7 @@ def _setting(row: Mapping[str, str], decoder: Decoder) -> Setting:
         stages_per_rank=stages if stages > 1 else None,
         zero=zero,
         sequence_parallel=bool(sp) and tp > 1,
+        overlap="auto" if tp > 1 and bool(sp) and _overlaps_tp(row) else "off",
         ulysses=cp if re.search(r"a2a|all.?to.?all|ulysses", _text(row, "notes", "where")) else 1,
         loss_parallel=system in ("megatron", "deepspeed", "internevo"),
         ep=ep,
@@ -274,6 +275,13 @@ def _setting(row: Mapping[str, str], decoder: Decoder) -> Setting:
         system=system,
         **_recompute(row, decoder, pp, system),
     ).complete()
+
+
+def _overlaps_tp(row: Mapping[str, str]) -> bool:
+    """Whether messages over tp run behind matmuls: where a row says so, and in NeMo, whose recipes turn it on.
+    Source: NVIDIA NeMo, performance guide: `tp_comm_overlap`."""
+    text = _text(row, "system", "source", "kernels", "notes")
+    return bool(re.search(r"nemo\b|tp.?comm.?overlap|userbuffer|tp overlap|async.?tp", text))
 
 
 def _batch(row: Mapping[str, str], dp: int) -> tuple[int, int]:

@@ -46,6 +46,13 @@ class StageTime:
         return _with_host(_combined(self.backward_device_s, self.backward_messages_s, overlapped), self.backward_host_s)
 
     @property
+    def hidden_s(self) -> float:
+        """Of messages that run behind compute, or of compute behind messages, where they overlap."""
+        return min(self.forward_device_s, self.forward_messages_s) + min(
+            self.backward_device_s, self.backward_messages_s
+        )
+
+    @property
     def backward_compute_s(self) -> float:
         """Without messages."""
         return _with_host(self.backward_device_s, self.backward_host_s)
@@ -220,9 +227,11 @@ def _parts(
     whole_s = _pipeline_s(schedule, stages, 0.0, overlapped=setting.overlap != "off", simulated=False)
     works = [0.0] * ranks
     compute = [0.0] * ranks
+    contended = [0.0] * ranks
     for stage, rank in enumerate(schedule.stage_ranks):
         works[rank] += forward[stage] + backward[stage]
         compute[rank] += stages[stage].compute_s
+        contended[rank] += stages[stage].hidden_s * constant("contention") if setting.overlap != "off" else 0.0
     busiest = max(range(ranks), key=works.__getitem__)
     compute_s, busy_s = compute[busiest] * count, works[busiest] * count
     sends = 2 * count * (schedule.num_stages // ranks) + 2 * (ranks - 1) if ranks > 1 else 0
@@ -234,7 +243,7 @@ def _parts(
     exposed_gathers_s = max(0.0, gathers_s + (behind_s if setting.zero == 3 else 0.0) - compute_s)
     return {
         "compute": compute_s,
-        "tp, cp and ep": busy_s - compute_s,
+        "tp, cp and ep": busy_s - compute_s + contended[busiest] * count,
         "pipeline": whole_s - busy_s,
         "between stages": sends * (send_s + constant(f"stage_ms.{setting.system}") * 1e-3),
         "gathers": exposed_gathers_s + constant("contention") * min(gathers_s, compute_s),

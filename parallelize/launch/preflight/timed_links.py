@@ -23,7 +23,8 @@ SLOW = 0.5  # of the assumed bandwidth
 
 @dataclass(frozen=True)
 class TimedLink:
-    """The slowest group of an axis. bytes_per_s: that each rank sends (bus bandwidth). assumed: by the profile."""
+    """The slowest group of an axis. bytes_per_s: that each rank sends (bus bandwidth). assumed: what a group with as
+    many ranks in each node should reach, by the profile."""
 
     axis: str
     ranks: int
@@ -52,9 +53,9 @@ def timed_links(
     for axis in (name for name in spec.names if spec.size(name) > 1):
         seconds = _slowest(_timed(mesh, axis, store, hosts, limit_s), mesh)
         size = spec.size(axis)
-        link = machine.link(spec, axis)
         sent = 2 * (size - 1) / size * _bytes(mesh)
-        links.append(TimedLink(axis, size, sent / seconds, link.bytes_per_s * link.efficiency))
+        reached = machine.reached("all_reduce", machine.placement(spec, axis))
+        links.append(TimedLink(axis, size, sent / seconds, reached))
     return links
 
 

@@ -37,14 +37,18 @@ if TYPE_CHECKING:
     from parallelize.tools.analysis.subject import Subject
 
 MODEL = "a config.json or its folder, a transformers model type, llama-3-8b and the like, or package.module:function"
+HARDWARE = (
+    "a100, a100-40, h100-sxm, h100-500w, h800, h200, b200, gb200, l40s, rtx-4090, cpu, or a YAML file of that form"
+)
 _LINT_SIZES = (2, 3)  # of tp, where no mesh is chosen
 
 
 def add_commands(verbs: Any) -> None:
-    """Add the three verbs to a parser's subparsers."""
+    """Add the four verbs to a parser's subparsers."""
     _add_lint(verbs)
     _add_explain(verbs)
     _add_fit(verbs)
+    _add_profile(verbs)
 
 
 def _add_lint(verbs: Any) -> None:
@@ -72,13 +76,16 @@ def _add_explain(verbs: Any) -> None:
     explain.add_argument("--plan", metavar="PLAN", help="a file, or a shipped plan's name (default: the model's)")
     explain.add_argument("--mesh", default="tp=8", help="such as pp=2,dp=4,tp=8 (default: tp=8)")
     _add_setting(explain)
-    explain.add_argument(
-        "--hardware", default="h100-sxm", help="h100-sxm, h200, a100, cpu, or a YAML file of that form"
-    )
+    explain.add_argument("--hardware", default="h100-sxm", help=HARDWARE)
     explain.add_argument("--every-layer", action="store_true", help="analyze every layer, not equal layers once")
     explain.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
     explain.add_argument(
         "--compare", nargs=2, metavar=("A", "B"), help="two plans, or two meshes (with `=`), side by side"
+    )
+    explain.add_argument(
+        "--why-not",
+        metavar="MESH",
+        help="what another mesh, with the same options, costs beside this one, part by part",
     )
     add_json(explain)
     add_quiet(explain)
@@ -98,7 +105,8 @@ def _add_fit(verbs: Any) -> None:
     fit.add_argument("--sequence", type=int, default=4096, metavar="N", help="tokens of a sequence (default: 4096)")
     add_options(fit, dtype="of compute (default: bfloat16); options that are given are not searched")
     fit.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, sgd_momentum, lion, adafactor, muon")
-    fit.add_argument("--hardware", default="h100-sxm", help="h100-sxm, h200, a100, cpu, or a YAML file of that form")
+    fit.add_argument("--hardware", default="h100-sxm", help=HARDWARE)
+    _add_system(fit)
     fit.add_argument("--show", type=int, default=5, metavar="N", help="how many meshes (default: 5)")
     _add_overrides(fit)
     add_json(fit)
@@ -106,9 +114,29 @@ def _add_fit(verbs: Any) -> None:
     fit.set_defaults(run=_fit)
 
 
+def _add_profile(verbs: Any) -> None:
+    profile = verbs.add_parser("profile", help="measure this device, and write the hardware profile of explain and fit")
+    profile.add_argument("file", type=Path, metavar="FILE", help="the YAML file to write, for --hardware")
+    profile.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    profile.add_argument("--base", metavar="PROFILE", help="the shipped profile with this device's data sheet")
+    add_json(profile)
+    profile.set_defaults(run=_profile)
+
+
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
     set_help = "a field of the config, or an argument of the function: num_hidden_layers=2"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
+
+
+def _add_system(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kernels",
+        default="eager",
+        help="what computes norms, activations and the loss: eager (what the model's code calls), compiled, fused, ...",
+    )
+    parser.add_argument(
+        "--system", default="parallelize", help="whose step it is: parallelize, megatron, fsdp1, fsdp2, ..."
+    )
 
 
 def _add_setting(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +148,7 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights-dtype", default="float32")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, sgd_momentum, lion, adafactor, muon")
     parser.add_argument("--offload-state", action="store_true", help="optimizer state is in host memory between steps")
+    _add_system(parser)
     parser.add_argument("--transport", choices=("nccl", "gloo"), help="backend (default: gloo for cpu, else nccl)")
     _add_overrides(parser)
 
@@ -135,6 +164,8 @@ def setting_of(options: argparse.Namespace, mesh: str) -> Setting:
         weights_dtype=options.weights_dtype,
         optimizer=options.optimizer,
         offload_state=options.offload_state,
+        kernels=options.kernels,
+        system=options.system,
         transport=options.transport or ("gloo" if options.hardware == "cpu" else "nccl"),
         **options_given(options),
     )
@@ -259,9 +290,10 @@ def _explain(options: argparse.Namespace) -> int:
         values = [explanation.as_dict() for explanation in explanations]
         print_json(values[0] if single else {"compared": values})
     else:
-        from parallelize.tools.analysis.show.terminal_report import as_text, compare_text
+        from parallelize.tools.analysis.show.terminal_report import as_text, compare_text, why_not_text
 
-        print(as_text(*explanations) if single else compare_text(*explanations))
+        two = compare_text if options.why_not is None else why_not_text
+        print(as_text(*explanations) if single else two(*explanations))
     if options.html is not None:
         say(f"written: {options.html}")
     return FINE
@@ -269,6 +301,8 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _plans_and_meshes(options: argparse.Namespace) -> list[tuple[str | None, str]]:
     """(plan, mesh) of one or two explanations. Of `--compare`, an argument with `=` is a mesh."""
+    if options.why_not is not None:
+        return [(options.plan, options.mesh), (options.plan, options.why_not)]
     if options.compare is None:
         return [(options.plan, options.mesh)]
     return [(options.plan, name) if "=" in name else (name, options.mesh) for name in options.compare]
@@ -280,6 +314,8 @@ def _explain_setting(options: argparse.Namespace, plan: str | None, mesh: str, a
 
     machine = load_machine(options.hardware)
     subject, setting = _subject(options.model, plan, options.set), setting_of(options, mesh)
+    if options.why_not is not None and mesh == options.why_not:
+        setting = setting.with_tokens_of(setting_of(options, options.mesh).complete())
     return explain_subject(subject, setting, machine, every_layer=options.every_layer, advice=advice)
 
 
@@ -307,6 +343,8 @@ def _fit(options: argparse.Namespace) -> int:
             global_batch=options.global_batch,
             sequence=options.sequence,
             optimizer=options.optimizer,
+            kernels=options.kernels,
+            system=options.system,
             most=options.show,
             tell=lambda text: progress(),
             **options_given(options),
@@ -339,10 +377,11 @@ def _bytes(text: str | None) -> float | None:
 
 def _fitted_lines(fitted: Fitted, model: str, options: argparse.Namespace) -> Sequence[str]:
     from parallelize.state.report import table
+    from parallelize.tools.analysis.cost.machine import load_machine
 
     folds = any(candidate.setting.ep > 1 for candidate in fitted.best)
     head = ("mesh", *(["ep"] if folds else []), "zero", "recompute", "schedule", "microbatches")
-    head += ("step (estimate)", "sequential", "MFU", "peak")
+    head += ("step (estimate)", "90% of such steps", "MFU", "memory")
     rows = []
     for candidate in fitted.best:
         setting = candidate.setting
@@ -355,9 +394,9 @@ def _fitted_lines(fitted: Fitted, model: str, options: argparse.Namespace) -> Se
                 setting.schedule if setting.size("pp") > 1 else "-",
                 f"{setting.step_microbatches} x {setting.microbatch_size}",
                 f"{candidate.step_s:.3f} s",
-                f"{candidate.in_turn_s:.3f} s",
+                f"{candidate.low_s:.3f} to {candidate.high_s:.3f} s",
                 f"{candidate.mfu:.1%}",
-                f"{candidate.peak_bytes / 1e9:.1f} GB",
+                f"{candidate.device_bytes / 1e9:.1f} GB",
             )
         )
     title = (
@@ -365,12 +404,28 @@ def _fitted_lines(fitted: Fitted, model: str, options: argparse.Namespace) -> Se
         f"{options.global_batch} sequences of {options.sequence} tokens per step"
     )
     limits = (
-        f"{fitted.tried} settings tried; a step may use 92% of {fitted.memory_bytes / 1e9:.0f} GB; "
-        "with sequence and loss parallelism over tp"
+        f"{fitted.tried} settings tried; memory is that of the device, of {fitted.memory_bytes / 1e9:.0f} GB, with its "
+        f"context; {options.kernels} kernels; with sequence and loss parallelism over tp"
     )
     reasons = [f"  {rejected.count:>4}  {rejected.reason} (such as {rejected.example})" for rejected in fitted.rejected]
-    note = (
-        "step: everything is overlapped that can be; sequential: nothing is. `parallelize explain` shows each in "
-        "detail."
-    )
+    machine = load_machine(options.hardware)
+    note = "`parallelize explain` shows the parts of each, and `--why-not` what another mesh costs."
+    if machine.not_scored:
+        note = f"times on this hardware were not scored: {machine.not_scored}. {note}"
     return [title, limits, "", *table(head, rows), "", note, "", "not shown:", *reasons]
+
+
+# -- profile ------------------------------------------------------------------------------------------------------
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from parallelize.tools.analysis.profiling import profile
+
+    found = profile(options.file, options.device, options.base)
+    if options.json:
+        print_json(found)
+    else:
+        for key, value in found.items():
+            print(f"{key}: {value:.3g}")
+        say(f"written: {options.file}")
+    return FINE

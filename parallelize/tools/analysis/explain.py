@@ -17,12 +17,14 @@ from parallelize.plan.models.model_source import ModelSource, source_of
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.state.report import row_text
+from parallelize.tools.analysis.cost.intervals import interval_of
 from parallelize.tools.analysis.cost.machine import Machine, load_machine
-from parallelize.tools.analysis.cost.memory import RankMemory, memory_of
-from parallelize.tools.analysis.cost.setting import Setting, make_setting
+from parallelize.tools.analysis.cost.memory import RankMemory, device_bytes, memory_of
+from parallelize.tools.analysis.cost.setting import RECORDED, Setting, make_setting
 from parallelize.tools.analysis.cost.training_step import RankStep
 from parallelize.tools.analysis.findings import gathered_modules
-from parallelize.tools.analysis.measure import measure
+from parallelize.tools.analysis.measure import costed, measure
+from parallelize.tools.analysis.record.kernel_sets import kernel_set
 from parallelize.tools.analysis.record.trace_data import Message
 from parallelize.tools.analysis.show.explanation import (
     Advice,
@@ -102,11 +104,26 @@ def explain_subject(
         assumptions=tuple(_assumptions(setting, every_layer, gathered_modules(subject.resolved(setting)))),
         activations_without_recompute=_peak_activation_bytes(subject, setting, "off"),
         activations_with_recompute=_peak_activation_bytes(subject, setting, "full"),
-        worst_routing=worst_routing(subject, setting, steps, memories),
+        worst_routing=worst_routing(subject, setting, steps, memories) if setting.kernels == RECORDED else None,
+        kernels=_kernels_note(setting),
+        device_bytes=device_bytes(
+            max(memory.peak for memory in memories), setting, machine.memory_bytes, at_limit=True
+        ),
+        interval=interval_of(time.step_s, setting, machine, has_experts=_has_experts(subject, setting)),
+        not_scored=machine.not_scored,
     )
     if not advice:
         return explanation
     return replace(explanation, advice=tuple(advise(subject, setting, machine, explanation)))
+
+
+def _kernels_note(setting: Setting) -> str:
+    source = "as the model's code calls them" if setting.kernels == RECORDED else "by outline"
+    return f"{setting.kernels} kernels ({kernel_set(setting.kernels).title}; {source})"
+
+
+def _has_experts(subject: Subject, setting: Setting) -> bool:
+    return any(module.num_experts for module in subject.model(setting.weights_dtype).modules.values())
 
 
 def _peak_activation_bytes(subject: Subject, setting: Setting, recompute: str) -> int:
@@ -114,7 +131,7 @@ def _peak_activation_bytes(subject: Subject, setting: Setting, recompute: str) -
     a cache."""
     setting = replace(setting, recompute=recompute)
     try:
-        return memory_of(subject.rank_step(setting, setting.pipeline(), 0)).activations
+        return memory_of(costed(subject, setting).rank_step(setting, setting.pipeline(), 0)).activations
     except ModelError as error:
         if not {"no-recompute-units", "cache-in-recompute"} & {*error.slugs}:
             raise
@@ -251,8 +268,16 @@ def _totals(messages: Sequence[tuple[Message, int]], setting: Setting, machine: 
     for message, times in messages:
         axis = message.axis
         if axis not in totals:
-            inside = machine.link(setting.mesh_of(axis), axis) is machine.inside
-            totals[axis] = AxisTotal(axis, 0, 0, 0, 0.0, 0.0, "inside a node" if inside else "between nodes")
+            placement = machine.placement(setting.mesh_of(axis), axis)
+            totals[axis] = AxisTotal(
+                axis,
+                0,
+                0,
+                0,
+                0.0,
+                0.0,
+                "inside a node" if placement.nodes == 1 else f"{placement.nodes} nodes, {placement.in_node} a node",
+            )
         total = totals[axis]
         totals[axis] = replace(
             total,
@@ -272,10 +297,13 @@ def _assumptions(setting: Setting, every_layer: bool, gathered: dict[str, int]) 
         "attention is a fused (flash) kernel: it saves query, key, value, output and one number per token and head, "
         "not the scores"
     )
-    yield "memory is that of tensors; allocators add fragmentation, and a CUDA context and NCCL take 1 to 2 GB more"
     yield (
-        "each op takes the longer of its compute and its memory traffic; sequential: nothing is hidden; overlapped: "
-        "everything that can be"
+        "peaks are those of tensors; the verdict adds what the allocator holds beside them, and what a CUDA context "
+        "and NCCL take"
+    )
+    yield (
+        "matmuls take their compute and their memory traffic, other ops their traffic, and a stage no less than the "
+        "host needs to launch them; sequential: nothing is hidden; overlapped: everything that can be"
     )
     yield (
         "model FLOPs are three times those of the unsharded forward's matmuls; causal attention counts half; recompute "
@@ -324,10 +352,10 @@ def advise(subject: Subject, setting: Setting, machine: Machine, now: Explanatio
 
 def _ranked_advice(change: str, seconds: float, peak: int, now: Explanation) -> tuple[tuple[int, float], Advice] | None:
     """(sort key, advice); None where the change does not help enough."""
-    time = seconds / now.time.overlapped_s
+    time = seconds / now.time.step_s
     memory = peak / now.peak_bytes
     gain = f"step {_percent(time)}, peak {_percent(memory)} ({peak / 1e9:.1f} GB)"
-    fits = peak < now.machine_memory_bytes
+    fits = peak < now.machine_memory_bytes * now.peak_bytes / (now.device_bytes or now.peak_bytes)
     if not now.fits:
         if memory > 1 - MIN_SAVING:
             return None
@@ -343,13 +371,13 @@ def _percent(ratio: float) -> str:
 
 
 def outcome_of(subject: Subject, setting: Setting, machine: Machine) -> tuple[float, int] | None:
-    """(seconds of the overlapped bound, largest peak); None where the setting is refused."""
+    """(estimated seconds, largest peak); None where the setting is refused."""
     try:
         check(subject, setting)
-        _, memories, time = measure(subject, setting, machine, by_segment=False)
+        _, memories, time = measure(subject, setting, machine, by_segment=False, walks=False)
     except ParallelizeError:
         return None
-    return time.overlapped_s, max(memory.peak for memory in memories)
+    return time.step_s, max(memory.peak for memory in memories)
 
 
 def changes(setting: Setting) -> Iterator[tuple[str, Setting]]:

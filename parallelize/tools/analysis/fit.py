@@ -1,8 +1,8 @@
 """`fit`: searches the meshes and options that train a model fastest on N devices, with reasons for what it rejects.
 
-Settings are ranked by steps of fewer microbatches: beyond those that fill the pipeline, each one adds the same time.
-Those that are shown are computed like `explain` computes a setting. The search does not vary the global batch, the
-sequence length and the dtype.
+Settings are ranked without a walk through their actions, and where the model is a decoder of known form by its outline,
+without a recording. Those that are shown are computed like `explain` computes a setting. The search does not vary the
+global batch, the sequence length and the dtype.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from typing import Any
 
 from parallelize.base.errors import ModelError, ParallelizeError, Problem
 from parallelize.base.mesh import MeshSpec, possible_expert_ranks
+from parallelize.tools.analysis.cost.in_flight import has_closed_form
+from parallelize.tools.analysis.cost.intervals import interval_of
 from parallelize.tools.analysis.cost.machine import Machine
-from parallelize.tools.analysis.cost.memory import stored_bytes
+from parallelize.tools.analysis.cost.memory import device_bytes, stored_bytes
 from parallelize.tools.analysis.cost.setting import Setting, check_setting, make_setting
-from parallelize.tools.analysis.measure import measure_memory, measure_time, model_flops
+from parallelize.tools.analysis.measure import AnySubject, measure_memory, measure_time, model_flops, outline_of
 from parallelize.tools.analysis.subject import Subject, check
 
-USABLE_MEMORY = 0.92  # fraction that a step may use; the rest is for the CUDA context, NCCL and fragmentation
-_TOO_LARGE = f"the peak is above {USABLE_MEMORY:.0%} of the memory"
+TRIES = 2
+"""Settings of a mesh that are measured on the model itself, of those that its outline ranks first."""
+_TOO_LARGE = "the peak, with the context and what the allocator holds, is above the memory"
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,9 @@ class Candidate:
     """A setting that fits. Its fields are keys of the JSON output.
 
     Attributes:
-        step_s, mfu, bubble_fraction: estimates; step_s and mfu are of the overlapped bound.
-        in_turn_s: the sequential bound. peak_bytes: of the rank with the highest peak.
+        step_s, mfu, bubble_fraction: estimates. in_turn_s: the sequential bound.
+        low_s, high_s: between which 90% of such steps are.
+        peak_bytes: tensors of the rank with the highest peak. device_bytes: with all else that its device needs.
     """
 
     setting: Setting
@@ -41,6 +45,9 @@ class Candidate:
     peak_bytes: int
     mfu: float
     bubble_fraction: float
+    low_s: float = 0.0
+    high_s: float = 0.0
+    device_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,7 @@ def fit(
     best: dict[MeshSpec, Candidate] = {}
     screened: list[Candidate] = []
     layers, experts = len(subject.layers(base)), _num_experts(subject, base)
+    screened_by = outline_of(subject) or subject
     for mesh in meshes(gpus, machine.node_ranks, max(layers, 1)):
         tell(str(mesh))
         known = _Known()
@@ -156,18 +164,20 @@ def fit(
         for setting in candidates(replace(base, mesh=mesh), global_batch, rejections.add, fixed, foldings):
             tried += 1
             reason = known.reason_against(setting)
-            if not reason and lower_bound_s(subject, setting, machine) > _time_to_beat(best, mesh, most):
+            if not reason and lower_bound_s(screened_by, setting, machine) > _time_to_beat(best, mesh, most):
                 reason = "even at the matmuls' full speed slower than what is shown"
             if reason:
                 rejections.add(reason, setting)
                 continue
-            candidate = _screen(subject, setting, machine, memory_limit, rejections)
+            candidate = _screen(screened_by, setting, machine, memory_limit, rejections)
             known.learn(setting, candidate, is_too_large=rejections.last == _TOO_LARGE)
             if candidate is not None:
                 screened.append(candidate)
                 if mesh not in best or candidate.step_s < best[mesh].step_s:
                     best[mesh] = candidate
-    fastest = tuple(_exact(screened, most, lambda setting: _try(subject, setting, machine, memory_limit, rejections)))
+    tries = TRIES if screened_by is not subject else len(screened)
+    exact = lambda setting: _try(subject, setting, machine, memory_limit, rejections)  # noqa: E731
+    fastest = tuple(sorted(_exact(screened, most, exact, tries), key=lambda candidate: candidate.step_s))
     rejected = rejections.most_common()
     if not fastest:
         rows = tuple((f"{rejection.count} settings", rejection.reason) for rejection in rejected[:10])
@@ -177,10 +187,14 @@ def fit(
 
 
 def _exact(
-    screened: Iterable[Candidate], most: int, measured: Callable[[Setting], Candidate | None]
+    screened: Iterable[Candidate], most: int, measured: Callable[[Setting], Candidate | None], tries: int
 ) -> Iterator[Candidate]:
-    """The fastest settings of different meshes, each measured with all of its microbatches, in order."""
+    """The fastest settings of different meshes, each measured with all of its microbatches, in order.
+
+    tries: settings of one mesh that are measured, at most, after which the best of them stands for it.
+    """
     shown: set[MeshSpec] = set()
+    tried: Counter[MeshSpec] = Counter()
     queue = [(candidate.step_s, number, candidate, False) for number, candidate in enumerate(screened)]
     heapq.heapify(queue)
     while queue and len(shown) < most:
@@ -191,7 +205,10 @@ def _exact(
             shown.add(candidate.setting.mesh)
             yield candidate
             continue
+        if tried[candidate.setting.mesh] >= tries:
+            continue
         exact = measured(candidate.setting)
+        tried[candidate.setting.mesh] += exact is not None
         if exact is not None:
             heapq.heappush(queue, (exact.step_s, number, exact, True))
 
@@ -265,7 +282,7 @@ def candidates(
                     yield replace(base, **options, zero=zero, ep=ep, recompute=recompute)
 
 
-def lower_bound_s(subject: Subject, setting: Setting, machine: Machine) -> float:
+def lower_bound_s(subject: AnySubject, setting: Setting, machine: Machine) -> float:
     """The least time of a step: the model's matmuls at the machine's matmul speed, and the pipeline's bubble."""
     flops_per_s = machine.peak_flops[setting.dtype or setting.weights_dtype] * machine.matmul_efficiency
     flops = model_flops(subject, setting) * (4 / 3 if setting.recompute == "full" else 1.0)
@@ -276,17 +293,18 @@ def lower_bound_s(subject: Subject, setting: Setting, machine: Machine) -> float
 
 
 def _screen(
-    subject: Subject, setting: Setting, machine: Machine, memory_limit: float, rejections: _Rejections
+    subject: AnySubject, setting: Setting, machine: Machine, memory_limit: float, rejections: _Rejections
 ) -> Candidate | None:
-    """`_try` by two steps of fewer microbatches, of which the second adds what each further one costs."""
+    """`_try` without a walk through all actions. A schedule without a closed form is computed by two steps of fewer
+    microbatches, of which the second adds what each further one costs."""
     count = setting.step_microbatches
     filled = 2 * setting.size("pp")
-    if count < 4 * filled or count % filled:
-        return _try(subject, setting, machine, memory_limit, rejections)
-    longer = _try(subject, _shortened(setting, 2 * filled), machine, memory_limit, rejections, counted_as=setting)
+    if has_closed_form(setting.schedule) or count < 4 * filled or count % filled:
+        return _try(subject, setting, machine, memory_limit, rejections, walks=False)
+    longer = _try(subject, _shortened(setting, 2 * filled), machine, memory_limit, rejections, setting, walks=False)
     if longer is None:
         return None
-    shorter = _try(subject, _shortened(setting, filled), machine, memory_limit, rejections, counted_as=setting)
+    shorter = _try(subject, _shortened(setting, filled), machine, memory_limit, rejections, setting, walks=False)
     if shorter is None:
         return None
     more = (count - 2 * filled) / filled
@@ -294,7 +312,7 @@ def _screen(
         getattr(longer, name) + more * (getattr(longer, name) - getattr(shorter, name))
         for name in ("step_s", "in_turn_s", "peak_bytes")
     )
-    if peak > memory_limit * USABLE_MEMORY:
+    if device_bytes(peak, setting, memory_limit, at_limit=True) > memory_limit:
         rejections.add(_TOO_LARGE, setting)
         return None
     return replace(longer, setting=setting, step_s=step_s, in_turn_s=in_turn_s, peak_bytes=int(peak))
@@ -307,29 +325,36 @@ def _shortened(setting: Setting, count: int) -> Setting:
 
 
 def _try(
-    subject: Subject,
+    subject: AnySubject,
     setting: Setting,
     machine: Machine,
     memory_limit: float,
     rejections: _Rejections,
     counted_as: Setting | None = None,
+    *,
+    walks: bool = True,
 ) -> Candidate | None:
+    """The candidate that a setting is; None where it is refused or does not fit. An outline refuses nothing: what it is
+    chosen by is tried on the model itself before it is shown."""
     counted_as = counted_as or setting
     try:
-        check(subject, setting)
-        if _resident_bytes(subject, setting) > memory_limit * USABLE_MEMORY:
-            rejections.add("weights, gradients and optimizer state alone do not fit", counted_as)
-            return None
-        steps, memories = measure_memory(subject, setting, by_segment=False)
+        if isinstance(subject, Subject):
+            check(subject, setting)
+            if device_bytes(_resident_bytes(subject, setting), setting, memory_limit, at_limit=True) > memory_limit:
+                rejections.add("weights, gradients and optimizer state alone do not fit", counted_as)
+                return None
+        steps, memories = measure_memory(subject, setting, by_segment=False, walks=walks)
     except ParallelizeError as error:
         rejections.add(f"{error.problems[0].slug}: {error.problems[0].what}", counted_as)
         return None
     peak = max(memory.peak for memory in memories)
-    if peak > memory_limit * USABLE_MEMORY:
+    needed = device_bytes(peak, setting, memory_limit, at_limit=True)
+    if needed > memory_limit:
         rejections.add(_TOO_LARGE, counted_as)
         return None
-    time = measure_time(subject, setting, machine, steps, memories)
-    return Candidate(setting, time.overlapped_s, time.in_turn_s, peak, time.mfu_overlapped, time.bubble_fraction)
+    time = measure_time(subject, setting, machine, steps, memories, simulated=False)
+    low, high = interval_of(time.step_s, setting, machine, has_experts=setting.ep > 1)
+    return Candidate(setting, time.step_s, time.in_turn_s, peak, time.mfu, time.bubble_fraction, low, high, needed)
 
 
 def _resident_bytes(subject: Subject, setting: Setting) -> int:

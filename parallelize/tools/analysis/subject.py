@@ -34,6 +34,7 @@ from parallelize.plan.stages import Stages
 from parallelize.tools.analysis.cost.data_axes import MatrixSteps, depends_on, matrix_parameters, matrix_steps
 from parallelize.tools.analysis.cost.setting import Setting, check_setting
 from parallelize.tools.analysis.cost.training_step import RankStep
+from parallelize.tools.analysis.outline.outlined import OutlinedSubject
 from parallelize.tools.analysis.record.layer_dedup import LayerClasses, consistent, layer_classes
 from parallelize.tools.analysis.record.recording import RECORDED_OPTIONS, RecordedBatch, record
 from parallelize.tools.analysis.record.shapes import fake_mesh
@@ -47,11 +48,13 @@ class Subject:
     Attributes:
         plan: as `parallelize_module` takes it.
         irregular: layers of one class were seen to differ, so every layer is run from now on.
+        outline: the model's outline, once it was asked for; `measure.py` makes it.
     """
 
     source: ModelSource
     plan: Any = None
     irregular: bool = False
+    outline: tuple[OutlinedSubject | None] | None = None
     _facts: dict[str, ModelFacts] = field(default_factory=dict)
     _plans: dict[tuple[bool, int], Plan | None] = field(default_factory=dict)
     _traces: dict[tuple, MicrobatchTrace] = field(default_factory=dict)

@@ -46,6 +46,11 @@ class DataView:
         """Whether each data rank keeps only its part of the gradients, apart from scalars."""
         return self.setting.zero >= 2 and self.ranks > 1
 
+    @property
+    def scatters(self) -> bool:
+        """Whether gradients of ZeRO 1 are reduce-scattered when a step ends."""
+        return self.setting.zero == 1 and self.ranks > 1 and self.setting.training_system.scatters
+
     def name(self, axes: Sequence[str]) -> str:
         return self.setting.group_name(axes) if self.mesh == self.setting.mesh else "*".join(axes)
 
@@ -61,9 +66,15 @@ def view_of(shard: ParameterShard, setting: Setting) -> DataView:
 def buckets_of(shards: Sequence[ParameterShard], setting: Setting) -> list[list[ParameterShard]]:
     """Trained parameters by the bucket in which their gradients are reduced, in order."""
     trained = [shard for shard in shards if shard.trained]
+    splits = _splits_gradients(setting)
+    split_axes = {
+        axis: view_of(shard, setting).splits_gradients for axis, shard in {s.axis: s for s in trained}.items()
+    }
     sizes = [
         GradientSize(
-            (shard.stage, not shard.shape, shard.axis), shard.numel * setting.gradient_bytes, _is_late(shard, setting)
+            (shard.stage, not shard.shape, shard.axis),
+            shard.numel * setting.gradient_bytes,
+            shard.late or (splits and not (shard.shape and split_axes[shard.axis])),
         )
         for shard in trained
     ]
@@ -91,7 +102,7 @@ def data_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterato
     for bucket in buckets_of(shards, setting):
         view = view_of(bucket[0], setting)
         once = _is_late(bucket[0], setting) or setting.defer or not _splits_gradients(setting)
-        scatters = view.splits_gradients and bool(bucket[0].shape)
+        scatters = (view.splits_gradients or view.scatters) and bool(bucket[0].shape)
         messages = _reduce_scatter(bucket, view) if scatters else _all_reduce(bucket, view)
         for message in messages:
             yield message, 1 if once else setting.step_microbatches
@@ -109,7 +120,7 @@ def _all_reduce(bucket: Sequence[ParameterShard], view: DataView) -> Iterator[Me
 
     Each gradient is sent with one number, which counts the ranks that have it.
     """
-    size = (sum(shard.numel for shard in bucket) + len(bucket)) * view.setting.gradient_bytes
+    size = (sum(shard.numel for shard in bucket) + len(bucket)) * view.setting.reduced_bytes
     splits = view.splits_gradients
     axes = [axis for axis in view.axes if not (splits and axis == view.shard_axis)]
     for group in ([axes] if axes else []) + ([[view.shard_axis]] if splits else []):
@@ -118,7 +129,7 @@ def _all_reduce(bucket: Sequence[ParameterShard], view: DataView) -> Iterator[Me
 
 def _reduce_scatter(bucket: Sequence[ParameterShard], view: DataView) -> Iterator[Message]:
     axis, ranks, setting = view.shard_axis, view.ranks, view.setting
-    local = (sum(shard.padded_numel(ranks) for shard in bucket) + len(bucket)) * setting.gradient_bytes
+    local = (sum(shard.padded_numel(ranks) for shard in bucket) + len(bucket)) * setting.reduced_bytes
     op = "all_to_all" if setting.transport == "gloo" else "reduce_scatter"
     yield Message(op, axis, ranks, ranks * local, _bucket_name(bucket), "backward")
     other_axes = [name for name in view.axes if name != axis]
@@ -156,7 +167,7 @@ def _fsdp_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterat
             full_bytes = ranks * gathered
             yield Message("all_gather", axis, ranks, full_bytes, unit, "forward"), times
             yield Message("all_gather", axis, ranks, full_bytes, unit, "backward"), times
-        reduced = trained * setting.gradient_bytes
+        reduced = trained * setting.reduced_bytes
         if ranks > 1 and trained:
             yield Message("reduce_scatter", axis, ranks, ranks * reduced, unit, "backward"), reductions
         for other in (axis for axis in view.axes if axis != view.shard_axis):

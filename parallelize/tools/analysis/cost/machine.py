@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from math import isfinite, prod
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import isfinite, log2
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from parallelize.base.errors import PlanError, Problem, did_you_mean
 from parallelize.base.mesh import MeshSpec
-from parallelize.tools.analysis.record.trace_data import Kernel, Message
+from parallelize.tools.analysis.record.constants import constant, constants
+from parallelize.tools.analysis.record.kernel_sets import KernelSet
+from parallelize.tools.analysis.record.trace_data import Message, Totals
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -25,12 +28,30 @@ class Link:
 
     Attributes:
         bytes_per_s: bandwidth of the data sheet. efficiency: the fraction of it that is reached.
-        latency_us: latency of one message, in microseconds.
+        latency_us: the start-up of one collective of two ranks, in microseconds.
+        rank_us: what each further rank adds to it: messages go around a ring.
     """
 
     bytes_per_s: float
     latency_us: float
     efficiency: float
+    rank_us: float = 0.0
+
+    @property
+    def reached(self) -> float:
+        """Bytes per second that large messages reach."""
+        return self.bytes_per_s * self.efficiency
+
+
+class Placement(NamedTuple):
+    """A group on nodes: ranks in all, and the most on one node."""
+
+    ranks: int
+    in_node: int
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.in_node)
 
 
 @dataclass(frozen=True)
@@ -41,9 +62,10 @@ class Machine:
         memory_bytes: size. memory_bytes_per_s: bandwidth of the data sheet.
         peak_flops: dtype -> operations per second.
         matmul_efficiency, memory_efficiency: the fraction of `peak_flops` and of `memory_bytes_per_s` that is reached.
-        kernel_us: the least time that any op takes, in microseconds.
+        kernel_us: the time that the host takes to launch an op, in microseconds.
         node_ranks: devices of a node. `inside` connects them; `between` connects nodes.
         sources: constant -> where its value comes from. constants: constant -> value.
+        not_scored: why no estimate for this device was compared with measurements; empty where some were.
     """
 
     name: str
@@ -58,26 +80,67 @@ class Machine:
     between: Link
     sources: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
+    not_scored: str = ""
 
-    def kernel_s(self, kernel: Kernel, dtype: str) -> float:
-        """Seconds of an op: the larger of compute and memory traffic. Source: Williams et al., CACM 52(4), 2009."""
-        compute_s = kernel.flops / (self.peak_flops[dtype] * self.matmul_efficiency)
-        memory_s = kernel.bytes / (self.memory_bytes_per_s * self.memory_efficiency)
-        return max(compute_s, memory_s, self.kernel_us * 1e-6)
+    def device_s(self, totals: Totals, dtype: str, kernels: KernelSet, narrow: str = "") -> float:
+        """Seconds that the device takes for ops. narrow: the dtype of linears, where it is another than `dtype`.
 
-    def link(self, spec: MeshSpec, axis: str) -> Link:
-        """The slowest link among the ranks along an axis ("a*b", "world"). Ranks of a node are consecutive."""
-        axes = [name for name in (spec.names if axis == "world" else axis.split("*")) if name in spec.names]
-        strides = {name: prod(spec.sizes[index + 1 :]) for index, name in enumerate(spec.names)}
-        distance = sum((spec.size(name) - 1) * strides[name] for name in axes)
-        return self.inside if distance < self.node_ranks else self.between
+        A matmul computes, and before and after that it moves its operands: so small and narrow ones, which have more
+        bytes for each operation, are slower.
+        """
+        rate = self.peak_flops[dtype] * self.matmul_efficiency
+        forward, backward = kernels.attention
+        gain = self.peak_flops.get(narrow, 0.0) / self.peak_flops[dtype] * constant("narrow") if narrow else 1.0
+        linear_flops = totals.linear_flops / max(gain, 1.0)  # a device without such units computes in `dtype`
+        flops_s = linear_flops + totals.forward_flops / forward + totals.backward_flops / backward
+        moved = totals.matmul_bytes * constant("matmul_bytes") + totals.moved_bytes * kernels.elements
+        return flops_s / rate + moved / (self.memory_bytes_per_s * self.memory_efficiency)
+
+    def host_s(self, totals: Totals, kernels: KernelSet) -> float:
+        """Seconds that the host takes to launch ops."""
+        return totals.launches * kernels.host * self.kernel_us * 1e-6
+
+    def placement(self, spec: MeshSpec, axis: str) -> Placement:
+        """Where the ranks along an axis ("a*b", "world") are. Ranks of a node are consecutive."""
+        return _placement(spec, axis, self.node_ranks)
+
+    def reached(self, op: str, placement: Placement) -> float:
+        """Bytes per second that a rank of a group sends in a large collective.
+
+        In a node all links work in parallel. Between nodes, rings or trees use the cards of all ranks that the group
+        has in a node, so that each byte that a rank receives has crossed a card once for all of them.
+        """
+        if placement.nodes == 1:
+            return self.inside.reached
+        cards = 1 if op in ("send", "all_to_all") else placement.in_node
+        return min(self.inside.reached, cards * self.between.reached)
 
     def message_s(self, message: Message, spec: MeshSpec) -> float:
-        """Seconds of a message: latency, and bytes at the link's bandwidth. A receive is counted at its sender."""
+        """Seconds of a message. A receive is counted at its sender."""
         if message.op == "recv":
             return 0.0
-        link = self.link(spec, message.axis)
-        return link.latency_us * 1e-6 + message.sent_bytes / (link.bytes_per_s * link.efficiency)
+        return self.messages_s(message.op, self.placement(spec, message.axis), message.sent_bytes, 1)
+
+    def messages_s(self, op: str, placement: Placement, sent: float, times: float) -> float:
+        """Seconds of equal messages one after another: the start-up of each, and all bytes at the rate that the group
+        reaches. sent: bytes that a rank sends in all of them."""
+        link = self.inside if placement.nodes == 1 else self.between
+        if op == "send":  # to the next rank along the axis
+            return link.latency_us * 1e-6 * times + sent / link.reached
+        hops = placement.ranks - 2 if op != "all_reduce" else 2 * log2(placement.ranks) - 2  # rings, and trees
+        start_up_s = (link.latency_us + link.rank_us * max(0.0, hops)) * 1e-6 * times
+        if op == "all_to_all" and placement.nodes > 1:
+            leaving = sent * (placement.ranks - placement.in_node) / (placement.ranks - 1)
+            return start_up_s + max(leaving / self.between.reached, (sent - leaving) / self.inside.reached)
+        return start_up_s + sent / self.reached(op, placement)
+
+
+@lru_cache(maxsize=4096)
+def _placement(spec: MeshSpec, axis: str, node_ranks: int) -> Placement:
+    names = [name for name in (spec.names if axis == "world" else axis.split("*")) if name in spec.names]
+    ranks = spec.group_of(0, *names)
+    nodes = {rank // node_ranks for rank in ranks}
+    return Placement(len(ranks), -(-len(ranks) // len(nodes)))
 
 
 def known_machines() -> list[str]:
@@ -116,7 +179,10 @@ def load_machine(name: str | os.PathLike) -> Machine:
     values, sources, invalid = {}, {}, []
     for key in _constant_names():
         value, source = _constant(raw, key)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and value > 0
+        if value is None and key in _DEFAULTS:
+            value, source = _DEFAULTS[key], "none: the profile does not state it"
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+        is_number = is_number and (value > 0 or (value == 0 and key in _DEFAULTS))
         if not is_number or (key == "node_ranks" and value != int(value)):
             invalid.append((key, repr(value)))
         values[key], sources[key] = value, source
@@ -125,11 +191,16 @@ def load_machine(name: str | os.PathLike) -> Machine:
         fix = f'write each as {{value: 1.0e+9, source: "..."}}; shipped profiles are examples: {examples}'
         what = f"{len(invalid)} constants are not positive numbers"
         raise PlanError(Problem("bad-hardware", what, str(path), tuple(invalid), fix))
-    return _machine(str(raw["name"]) if "name" in raw else path.stem, values, sources)
+    machine = _machine(str(raw["name"]) if "name" in raw else path.stem, values, sources)
+    return replace(
+        machine, not_scored=str(raw.get("not_scored", "a profile of your own" if path.parent != PROFILES else ""))
+    )
 
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-_LINK = ("bytes_per_s", "latency_us", "efficiency")
+_NARROW = ("float8", "float4")
+_LINK = ("bytes_per_s", "latency_us", "efficiency", "rank_us")
+_DEFAULTS = {"inside.rank_us": 0.0, "between.rank_us": 0.0, **{f"peak_flops.{name}": 0.0 for name in _NARROW}}
 
 
 def _constant_names() -> Iterator[str]:
@@ -141,7 +212,7 @@ def _constant_names() -> Iterator[str]:
         "kernel_us",
         "node_ranks",
     )
-    yield from (f"peak_flops.{dtype}" for dtype in _DTYPES)
+    yield from (f"peak_flops.{dtype}" for dtype in (*_DTYPES, *_NARROW))
     yield from (f"{link}.{key}" for link in ("inside", "between") for key in _LINK)
 
 
@@ -149,9 +220,13 @@ def _constant(raw: Any, key: str) -> tuple[Any, str]:
     """(value, source) of a constant. key: its keys in the file, joined by dots."""
     for part in key.split("."):
         raw = raw.get(part) if isinstance(raw, Mapping) else None
-    if isinstance(raw, Mapping):
+    if not isinstance(raw, Mapping):
+        return raw, ""
+    if "fitted" not in raw:
         return raw.get("value"), str(raw.get("source", ""))
-    return raw, ""
+    name, times = str(raw["fitted"]), float(raw.get("times", 1.0))
+    fixed_by = constants()[name].fixed_by
+    return constant(name) * times, f"fitted: {fixed_by}" + (f", times {times}" if times != 1.0 else "")
 
 
 def _machine(name: str, values: dict[str, Any], sources: dict[str, str]) -> Machine:
@@ -162,7 +237,7 @@ def _machine(name: str, values: dict[str, Any], sources: dict[str, str]) -> Mach
         name=name,
         memory_bytes=float(values["memory_bytes"]),
         memory_bytes_per_s=float(values["memory_bytes_per_s"]),
-        peak_flops={dtype: float(values[f"peak_flops.{dtype}"]) for dtype in _DTYPES},
+        peak_flops={dtype: float(values[f"peak_flops.{dtype}"]) for dtype in (*_DTYPES, *_NARROW)},
         matmul_efficiency=float(values["matmul_efficiency"]),
         memory_efficiency=float(values["memory_efficiency"]),
         kernel_us=float(values["kernel_us"]),

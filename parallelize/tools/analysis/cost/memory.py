@@ -16,8 +16,10 @@ from parallelize.axes.pipeline.step_runner import AHEAD
 from parallelize.axes.pipeline.timeline import Receive, Send
 from parallelize.plan.parameter_shards import ParameterShard, stored_elements, zero_groups
 from parallelize.tools.analysis.cost.data_axes import MOMENTUM_BYTES, buckets_of, view_of
+from parallelize.tools.analysis.cost.in_flight import has_closed_form, stages_in_flight
 from parallelize.tools.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
 from parallelize.tools.analysis.cost.training_step import RankStep, receives_early
+from parallelize.tools.analysis.record.constants import constant
 from parallelize.tools.analysis.record.trace_data import Segment
 
 
@@ -84,13 +86,23 @@ def _joined(curves: Sequence[tuple[str, Curve]]) -> tuple[str, Curve]:
     return highest, Curve(net, peak, net_all, peak_all)
 
 
-def memory_of(step: RankStep, by_segment: bool = True) -> RankMemory:
-    """The memory of the rank of `step`. by_segment: one moment per segment; else one per action."""
+def memory_of(step: RankStep, by_segment: bool = True, walks: bool = True) -> RankMemory:
+    """The memory of the rank of `step`.
+
+    Args:
+        by_segment: one moment per segment; else one per action.
+        walks: go through all actions; else, where the schedule has a closed form, through one microbatch, with as many
+            others as wait (no moments).
+    """
     setting, shards = step.setting, step.shards
     without_gradient = {shard.name for shard in shards if not step.has_gradient(shard.name)}
     parameters, gradients, optimizer = stored_bytes(shards, setting, step.matrices.names, without_gradient)
     preallocated = gradients - (0 if _preallocates_gradients(setting) else _new_gradients(step))
-    walk = _MemoryWalk(step, by_segment)
+    walk: _MemoryWalk | _MicrobatchWalk
+    if walks or not _has_arithmetic(setting):
+        walk = _MemoryWalk(step, by_segment)
+    else:
+        walk = _MicrobatchWalk(step)
     moments = tuple(walk.moments())
     buffers = buffer_bytes(shards, setting) + max(walk.peak_with_units - walk.peak_activations, 0)
     top = max(moments, key=lambda moment: moment.peak, default=Moment("", "", 0, 0, 0))
@@ -107,15 +119,73 @@ def memory_of(step: RankStep, by_segment: bool = True) -> RankMemory:
             top.peak + buffers,
             gradients - preallocated + max(buffers, step.matrices.buffer_bytes),
             end_of_backward,
+            _stepped(shards, setting) + gradients - preallocated,
         ),
         f"{top.action} {top.unit}".strip(),
         moments,
     )
 
 
+def _stepped(shards: Sequence[ParameterShard], setting: Setting) -> int:
+    """What the optimizer's step allocates, when activations are freed."""
+    return int(_optimizer_elements(shards, setting) * setting.training_system.step_bytes)
+
+
+RESERVED_MOST = 0.05
+"""Of a device's memory, the most that a context and libraries are taken to need: small ones have small workspaces."""
+
+
+def device_bytes(tensors: float, setting: Setting, memory_bytes: float, *, at_limit: bool = False) -> float:
+    """The memory of a device that a rank takes: its tensors, what the allocator holds beside them, and the context and
+    libraries.
+
+    Args:
+        memory_bytes: of the device. at_limit: the least that it can do with: the allocator frees what it holds before
+            it gives up.
+    """
+    system = setting.training_system
+    beside = system.fragmentation * (constant("fragmentation_limit") if at_limit else 1.0)
+    return tensors * (1 + beside) + min(system.reserve, RESERVED_MOST * memory_bytes)
+
+
 def _preallocates_gradients(setting: Setting) -> bool:
     """Whether gradients have their memory before the first backward."""
     return setting.uses_reducer or setting.zero == 3
+
+
+def _has_arithmetic(setting: Setting) -> bool:
+    return has_closed_form(setting.schedule) and _preallocates_gradients(setting) and setting.transport != "gloo"
+
+
+class _MicrobatchWalk:
+    """The peaks of a rank from one microbatch in each of its stages, beside those that wait."""
+
+    def __init__(self, step: RankStep):
+        setting, ranks = step.setting, step.setting.size("pp")
+        is_split = setting.zero == 3 and setting.size(setting.shard_axis) > 1
+        units = GatheredUnits(step.shards, setting) if is_split else None
+        waiting = stages_in_flight(ranks, len(step.local_stages), setting.step_microbatches, step.pp_rank)
+        actions = [step.segments(stage, later=True) for stage in step.local_stages]
+        nets = [sum(curve_of(segment).net for segment in action.forward) for action in actions]
+        waiting_bytes = sum(count * nets[index] for index, count in waiting.items())
+        self.peak_activations, self.peak_with_units = waiting_bytes, 0
+        self.top = Moment("", "", 0, waiting_bytes, 0)
+        for index, (stage, action) in enumerate(zip(step.local_stages, actions, strict=True)):
+            for kind, segments, before in (
+                ("F", action.forward, waiting_bytes - nets[index]),
+                ("B", action.backward, waiting_bytes),
+            ):
+                unit, curve = _joined([(segment.unit, curve_of(segment)) for segment in segments])
+                if before + curve.peak > self.top.peak:
+                    self.peak_activations = before + curve.peak
+                    self.top = Moment(f"{stage}{kind}", unit, before, before + curve.peak, before + curve.net)
+                if units is not None:
+                    peak = units.peak(segments, is_backward=kind == "B")
+                    self.peak_with_units = max(self.peak_with_units, before + peak)
+
+    def moments(self) -> Iterator[Moment]:
+        """The highest one."""
+        yield self.top
 
 
 class _MemoryWalk:

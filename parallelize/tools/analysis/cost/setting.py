@@ -12,11 +12,18 @@ from parallelize.axes.pipeline.timeline import Step, with_messages
 from parallelize.base.errors import MeshError, ModelError, Problem
 from parallelize.base.mesh import EXPERT_AXES, SAMPLE_AXES, MeshSpec, folded
 from parallelize.plan.options import DTYPES, Options, refuse_unknown, wrong_choices, wrong_counts
+from parallelize.plan.stage_ranks import ranks_of_stages
+from parallelize.tools.analysis.cost.in_flight import has_closed_form
+from parallelize.tools.analysis.cost.systems import OWN, System, known_systems, system
+from parallelize.tools.analysis.record.kernel_sets import known_kernels
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 0, "sgd_momentum": 4, "adafactor": 0, "lion": 4, "muon": 8}
 """Bytes of optimizer state per element, in float32; of Muon those of the elements that AdamW steps (see
 `matrix_steps.py`)."""
+
+RECORDED = "eager"
+"""The kernels that stock models of PyTorch call: those that a recording of the model's code shows."""
 
 _ONE_PER_MICROBATCH: Any = None
 
@@ -33,6 +40,10 @@ class Setting(Options):
         offload_state: whether optimizer state is in host memory between steps, as `build_optimizer(offload_state=True)`
             has it.
         transport: "nccl" or "gloo", which use different ops for some collectives.
+        kernels: a name of `kernel_sets.yaml`: what computes norms, activations, attention and the loss.
+        system: a name of `systems.yaml`: what 16 bits mean for gradients and sums, and what is hidden behind compute.
+        attention_again: whether attention alone runs once more in backward, as Megatron's selective recompute has it.
+        matmul_dtype: of the layers' linears where it is narrower than `dtype`: "float8", "mxfp8" or "float4".
     """
 
     mesh: MeshSpec = field(kw_only=False)
@@ -42,6 +53,10 @@ class Setting(Options):
     optimizer: str = "adamw"
     offload_state: bool = False
     transport: str = "nccl"
+    kernels: str = RECORDED
+    system: str = OWN
+    attention_again: bool = False
+    matmul_dtype: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights_dtype", str(self.weights_dtype).removeprefix("torch."))
@@ -101,8 +116,17 @@ class Setting(Options):
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of an element of a gradient as it is summed and stored."""
-        return 4 if self.low_precision else self.compute_bytes
+        """Bytes of an element of a gradient as it is stored."""
+        return int(self.training_system.gradients) if self.low_precision else self.compute_bytes
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of an element of a gradient as it is summed over ranks."""
+        return int(self.training_system.reduced) if self.low_precision else self.compute_bytes
+
+    @property
+    def training_system(self) -> System:
+        return system(self.system)
 
     @property
     def uses_reducer(self) -> bool:
@@ -114,9 +138,13 @@ class Setting(Options):
         """Tokens of a step, over all data ranks."""
         return self.batch * self.sequence * self.size(*SAMPLE_AXES)
 
-    def pipeline(self) -> Schedule:
-        """The schedule of the axis pp; with one rank, forward and backward of each microbatch sequentially."""
-        return _built(*self._schedule_arguments())
+    def pipeline(self, listed: bool = True) -> Schedule:
+        """The schedule of the axis pp; with one rank, forward and backward of each microbatch sequentially.
+
+        listed: with its actions; else, where the schedule has a closed form, without.
+        """
+        arguments = self._schedule_arguments()
+        return _built(*arguments) if listed or not has_closed_form(arguments[0]) else _unlisted(*arguments)
 
     def steps(self) -> list[list[Step]]:
         """Each pp rank's actions with the messages between them, as the engine runs them."""
@@ -126,6 +154,17 @@ class Setting(Options):
         size = self.size("pp")
         name, stages_per_rank = (self.schedule, self.stages_per_rank) if size > 1 else ("1f1b", None)
         return name, size, self.step_microbatches, stages_per_rank
+
+    def with_tokens_of(self, other: Setting) -> Setting:
+        """With the sequences that a step of `other` (complete) has over all ranks, in microbatches of its size where
+        they can be. Raises: ModelError `indivisible-batch`."""
+        sequences, ranks = other.batch * other.size(*SAMPLE_AXES), self.size(*SAMPLE_AXES)
+        batch, rest = divmod(sequences, ranks)
+        if rest or not batch:
+            what = f"{sequences} sequences of a step cannot be divided over {ranks} data ranks"
+            raise ModelError(Problem("indivisible-batch", what, fix=f"a batch of {ranks}, {2 * ranks}, ... in all"))
+        size = other.microbatch_size if batch % other.microbatch_size == 0 else 1
+        return replace(self, batch=batch, num_microbatches=batch // size)
 
     def describe(self) -> str:
         """The mesh and the options that matter most, on one line."""
@@ -147,12 +186,27 @@ def _built(name: str, ranks: int, microbatches: int, stages_per_rank: int | None
     return build_schedule(name, ranks, microbatches, stages_per_rank)
 
 
+@lru_cache(maxsize=256)
+def _unlisted(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
+    """As `build_schedule`, without the order of actions."""
+    stages = ranks_of_stages(name, ranks, stages_per_rank)
+    return Schedule(name, ranks, len(stages), microbatches, stages, ())
+
+
 @lru_cache(maxsize=64)
 def _with_messages(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> list[list[Step]]:
     return with_messages(_built(name, ranks, microbatches, stages_per_rank))
 
 
-_CHOICES = {"weights_dtype": DTYPES, "optimizer": tuple(STATE_BYTES), "transport": ("nccl", "gloo")}
+NARROW_DTYPES = ("float8", "mxfp8", "float4")
+_CHOICES = {
+    "weights_dtype": DTYPES,
+    "optimizer": tuple(STATE_BYTES),
+    "transport": ("nccl", "gloo"),
+    "kernels": known_kernels(),
+    "system": known_systems(),
+    "matmul_dtype": NARROW_DTYPES,
+}
 
 
 def make_setting(mesh: str | MeshSpec, options: dict[str, Any]) -> Setting:

@@ -1,45 +1,77 @@
-"""An estimate of a step's time: rooflines of ops, bandwidth of links, the schedule's bubble. Arithmetic.
+"""An estimate of a step's time: ops at the rates that they reach, messages at those of links, the schedule's bubble.
+Arithmetic.
 
-Two bounds. *Sequential*: nothing is overlapped. *Overlapped*: everything that can run while compute runs does, and is
-hidden completely: messages between stages, reductions over data axes during the last backward, ZeRO 3's gathers at any
-time, and messages over tp where the plan's linears are overlapped.
+Beside the estimate stand two bounds. *Sequential*: nothing is overlapped. *Overlapped*: everything that can run while
+compute runs does, and is hidden completely: messages between stages, reductions over data axes during the last
+backward, ZeRO 3's gathers at any time, and messages over tp where the plan's linears are overlapped. In the estimate,
+what a system hides still takes a part of its time from compute (the constant `contention`: kernels of messages take
+multiprocessors and memory bandwidth), and messages between stages are waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from parallelize.axes.pipeline.schedules import Schedule
 from parallelize.axes.pipeline.timeline import Costs, Timeline, simulate
+from parallelize.tools.analysis.cost.in_flight import has_closed_form, pipeline_s
 from parallelize.tools.analysis.cost.machine import Machine
 from parallelize.tools.analysis.cost.memory import RankMemory
 from parallelize.tools.analysis.cost.setting import Setting
-from parallelize.tools.analysis.cost.training_step import RankStep
-from parallelize.tools.analysis.record.trace_data import Message, Segment
+from parallelize.tools.analysis.cost.training_step import MessageTotals, RankStep
+from parallelize.tools.analysis.record.constants import constant
+from parallelize.tools.analysis.record.kernel_sets import kernel_set
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one microbatch in one stage: compute, and messages over tp. dgrad_fraction: dgrad's part of
-    backward."""
+    """Seconds of one microbatch in one stage: of ops on the device, of messages over tp, cp and ep, and of the host
+    that launches both. dgrad_fraction: dgrad's part of backward."""
 
-    forward_compute_s: float
+    forward_device_s: float
     forward_messages_s: float
-    backward_compute_s: float
+    forward_host_s: float
+    backward_device_s: float
     backward_messages_s: float
+    backward_host_s: float
     flops: float
     dgrad_fraction: float = 0.5
 
     def forward_s(self, overlapped: bool) -> float:
-        return _combined(self.forward_compute_s, self.forward_messages_s, overlapped)
+        return _with_host(_combined(self.forward_device_s, self.forward_messages_s, overlapped), self.forward_host_s)
 
     def backward_s(self, overlapped: bool) -> float:
-        return _combined(self.backward_compute_s, self.backward_messages_s, overlapped)
+        return _with_host(_combined(self.backward_device_s, self.backward_messages_s, overlapped), self.backward_host_s)
+
+    @property
+    def hidden_s(self) -> float:
+        """Of messages that run behind compute, or of compute behind messages, where they overlap."""
+        return min(self.forward_device_s, self.forward_messages_s) + min(
+            self.backward_device_s, self.backward_messages_s
+        )
+
+    @property
+    def backward_compute_s(self) -> float:
+        """Without messages."""
+        return _with_host(self.backward_device_s, self.backward_host_s)
+
+    @property
+    def compute_s(self) -> float:
+        """Of forward and backward, without messages."""
+        return _with_host(self.forward_device_s, self.forward_host_s) + self.backward_compute_s
 
 
 def _combined(compute_s: float, messages_s: float, overlapped: bool) -> float:
     return max(compute_s, messages_s) if overlapped else compute_s + messages_s
+
+
+def _with_host(device_s: float, host_s: float) -> float:
+    """The device runs ops while the host launches the next ones. The slower of both counts, and where they are about as
+    slow more than that: short ops wait for their launch while long ones keep the host ahead."""
+    power = constant("host_power")
+    return (device_s**power + host_s**power) ** (1 / power)
 
 
 @dataclass(frozen=True)
@@ -47,15 +79,23 @@ class StepTime:
     """An estimate. Its fields are keys of the JSON output.
 
     Attributes:
+        step_s: the estimate.
+        least_s: what no schedule on this mesh goes below: the matmuls of the rank with the most at the rate that large
+            ones reach, or its messages at the rates of their links, whichever takes longer.
         in_turn_s, overlapped_s: the sequential and the overlapped bound of a step.
         pipeline_s, data_s, optimizer_s: parts of the sequential bound: the pipeline, messages over data axes, and the
             optimizer of the slowest rank.
-        bubble_fraction, timeline: bubble fraction and timeline of the pipeline, for the sequential bound.
+        bubble_fraction, timeline: bubble fraction and timeline of the pipeline, for the sequential bound; empty where
+            the pipeline was not simulated.
         flops: floating-point operations of one step on the rank with the most.
-        tokens_per_s: tokens per second of all ranks, for the overlapped bound.
-        mfu_in_turn, mfu_overlapped: the model's operations over what all devices could do in the time, for each bound.
+        tokens_per_s: tokens per second of all ranks, for the estimate.
+        mfu, mfu_in_turn, mfu_overlapped: the model's operations over what all devices could do in the time, for the
+            estimate and for each bound.
+        parts: name -> seconds, whose sum is `step_s`.
     """
 
+    step_s: float
+    least_s: float
     in_turn_s: float
     overlapped_s: float
     pipeline_s: float
@@ -64,36 +104,37 @@ class StepTime:
     bubble_fraction: float
     flops: float
     tokens_per_s: float
+    mfu: float
     mfu_in_turn: float
     mfu_overlapped: float
+    parts: dict[str, float]
     timeline: Timeline
 
 
 def stage_time(step: RankStep, stage: int, machine: Machine) -> StageTime:
     """The time of one microbatch in one stage."""
-    setting = step.setting
-    dtype = setting.dtype or setting.weights_dtype
-    segments = step.segments(stage, later=True)
-    dgrad_s, wgrad_s = _compute_s(segments.dgrad, machine, dtype), _compute_s(segments.wgrad, machine, dtype)
+    setting, kernels = step.setting, kernel_set(step.setting.kernels)
+    forward, backward, dgrad, wgrad = step.totals(stage)
+    narrow = "float8" if setting.matmul_dtype == "mxfp8" else setting.matmul_dtype or ""
+    device_s = partial(machine.device_s, dtype=setting.dtype or setting.weights_dtype, kernels=kernels, narrow=narrow)
+    dgrad_s, wgrad_s = device_s(dgrad), device_s(wgrad)
     return StageTime(
-        forward_compute_s=_compute_s(segments.forward, machine, dtype),
-        forward_messages_s=_messages_s(segments.forward, machine, setting),
-        backward_compute_s=_compute_s(segments.backward, machine, dtype),
-        backward_messages_s=_messages_s(segments.backward, machine, setting),
-        flops=sum(segment.flops for segment in (*segments.forward, *segments.backward)),
+        forward_device_s=device_s(forward),
+        forward_messages_s=_messages_s(step.messages_in(stage, "forward"), machine, setting),
+        forward_host_s=machine.host_s(forward, kernels),
+        backward_device_s=device_s(backward),
+        backward_messages_s=_messages_s(step.messages_in(stage, "backward"), machine, setting),
+        backward_host_s=machine.host_s(backward, kernels),
+        flops=step.flops(stage),
         dgrad_fraction=dgrad_s / max(dgrad_s + wgrad_s, 1e-30),
     )
 
 
-def _compute_s(segments: Sequence[Segment], machine: Machine, dtype: str) -> float:
-    return sum(machine.kernel_s(kernel, dtype) for segment in segments for kernel in segment.kernels)
-
-
-def _messages_s(segments: Sequence[Segment], machine: Machine, setting: Setting) -> float:
+def _messages_s(groups: MessageTotals, machine: Machine, setting: Setting) -> float:
     return sum(
-        machine.message_s(message, setting.mesh_of(message.axis))
-        for segment in segments
-        for message in segment.messages
+        machine.messages_s(op, machine.placement(setting.mesh_of(axis), axis), sent, times)
+        for (op, axis), (sent, times) in groups.items()
+        if op != "recv"
     )
 
 
@@ -106,6 +147,7 @@ def step_time(
     steps: Sequence[RankStep],
     memories: Sequence[RankMemory],
     model_flops: float,
+    simulated: bool = True,
 ) -> StepTime:
     """The time of a step.
 
@@ -114,72 +156,123 @@ def step_time(
         steps, memories: steps and memory of the ranks whose messages and traffic are considered; the slowest rank
             counts.
         model_flops: floating-point operations of the unsharded model for one step's tokens, without recompute.
+        simulated: whether the pipeline is simulated action by action, for its timeline, where it has a closed form.
     """
     overlaps_tp = setting.overlap != "off"
-    send_s = max(
-        (machine.message_s(message, setting.mesh_of(message.axis)) for step in steps for message in _sends(step)),
-        default=0.0,
-    )
-    sequential = _pipeline(schedule, stages, send_s, overlapped=False)
-    overlapped = _pipeline(schedule, stages, 0.0, overlapped=overlaps_tp)
+    send_s = max((machine.message_s(message, setting.mesh) for step in steps for message in step.sends), default=0.0)
+    simulated = simulated or not has_closed_form(setting.schedule)
+    timeline = Timeline(schedule.name, ())
+    if simulated:
+        timeline = _simulated(schedule, stages, send_s, overlapped=False)
+    run = partial(_pipeline_s, schedule, stages, simulated=simulated)
+    sequential_s = timeline.makespan if simulated else run(send_s, overlapped=False)
+    hidden_s = run(0.0, overlapped=overlaps_tp)
     data = [_data_s(step, machine) for step in steps]
     data_s = max(gathers + reductions for gathers, reductions in data)
     gathers_s, reductions_s = (max(seconds) for seconds in zip(*data, strict=True))
-    exposed_s = _exposed_reductions_s(setting, stages, reductions_s) + max(0.0, gathers_s - overlapped.makespan)
+    exposed_s = _exposed_reductions_s(setting, stages, reductions_s) + max(0.0, gathers_s - hidden_s)
     optimizer_s = max(_optimizer_s(memory, machine) for memory in memories)
-    sequential_s = sequential.makespan + data_s + optimizer_s
-    overlapped_s = overlapped.makespan + exposed_s + optimizer_s
+    parts = _parts(setting, schedule, stages, (gathers_s, reductions_s), send_s, optimizer_s)
+    step_s = sum(parts.values())
+    in_turn_s, overlapped_s = sequential_s + data_s + optimizer_s, hidden_s + exposed_s + optimizer_s
     peak_flops = machine.peak_flops[setting.dtype or setting.weights_dtype] * setting.mesh.world_size
     most_flops = max(
         sum(stages[stage].flops for stage in range(schedule.num_stages) if schedule.stage_ranks[stage] == rank)
         for rank in range(schedule.num_ranks)
     )
+    rate = machine.peak_flops[setting.dtype or setting.weights_dtype] * machine.matmul_efficiency
+    least_s = max(most_flops * setting.step_microbatches / rate, data_s, _messages_in_stages_s(schedule, stages))
     return StepTime(
-        in_turn_s=sequential_s,
+        step_s=step_s,
+        least_s=least_s,
+        in_turn_s=in_turn_s,
         overlapped_s=overlapped_s,
-        pipeline_s=sequential.makespan,
+        pipeline_s=sequential_s,
         data_s=data_s,
         optimizer_s=optimizer_s,
-        bubble_fraction=sequential.bubble_fraction,
+        bubble_fraction=timeline.bubble_fraction,
         flops=most_flops * setting.step_microbatches,
-        tokens_per_s=setting.tokens / overlapped_s,
-        mfu_in_turn=model_flops / (sequential_s * peak_flops),
+        tokens_per_s=setting.tokens / step_s,
+        mfu=model_flops / (step_s * peak_flops),
+        mfu_in_turn=model_flops / (in_turn_s * peak_flops),
         mfu_overlapped=model_flops / (overlapped_s * peak_flops),
-        timeline=sequential,
+        parts=parts,
+        timeline=timeline,
     )
 
 
-def _pipeline(schedule: Schedule, stages: Sequence[StageTime], send_s: float, *, overlapped: bool) -> Timeline:
+def _messages_in_stages_s(schedule: Schedule, stages: Sequence[StageTime]) -> float:
+    """Seconds of the messages inside the stages of one rank in a step."""
+    each = [0.0] * schedule.num_ranks
+    for stage, rank in enumerate(schedule.stage_ranks):
+        each[rank] += stages[stage].forward_messages_s + stages[stage].backward_messages_s
+    return max(each) * schedule.num_microbatches
+
+
+def _parts(
+    setting: Setting,
+    schedule: Schedule,
+    stages: Sequence[StageTime],
+    over_data: tuple[float, float],
+    send_s: float,
+    optimizer_s: float,
+) -> dict[str, float]:
+    """Seconds of the estimate by what they are for.
+
+    over_data: of gathers, and of reductions.
+    """
+    count, ranks = setting.step_microbatches, schedule.num_ranks
+    forward = [stage.forward_s(setting.overlap != "off") for stage in stages]
+    backward = [stage.backward_s(setting.overlap != "off") for stage in stages]
+    whole_s = _pipeline_s(schedule, stages, 0.0, overlapped=setting.overlap != "off", simulated=False)
+    works = [0.0] * ranks
+    compute = [0.0] * ranks
+    contended = [0.0] * ranks
+    for stage, rank in enumerate(schedule.stage_ranks):
+        works[rank] += forward[stage] + backward[stage]
+        compute[rank] += stages[stage].compute_s
+        contended[rank] += stages[stage].hidden_s * constant("contention") if setting.overlap != "off" else 0.0
+    busiest = max(range(ranks), key=works.__getitem__)
+    compute_s, busy_s = compute[busiest] * count, works[busiest] * count
+    sends = 2 * count * (schedule.num_stages // ranks) + 2 * (ranks - 1) if ranks > 1 else 0
+    gathers_s, reductions_s = over_data
+    hidden = setting.training_system.hidden
+    backwards = count if setting.zero in (2, 3) and not setting.defer else 1
+    room_s = max(stage.backward_compute_s for stage in stages) * backwards
+    behind_s = min(reductions_s * hidden, room_s)
+    exposed_gathers_s = max(0.0, gathers_s + (behind_s if setting.zero == 3 else 0.0) - compute_s)
+    return {
+        "compute": compute_s,
+        "tp, cp and ep": busy_s - compute_s + contended[busiest] * count,
+        "pipeline": whole_s - busy_s,
+        "between stages": sends * (send_s + constant(f"stage_ms.{setting.system}") * 1e-3),
+        "gathers": exposed_gathers_s + constant("contention") * min(gathers_s, compute_s),
+        "reductions": reductions_s - behind_s + constant("contention") * behind_s,
+        "optimizer": optimizer_s * setting.training_system.optimizer,
+        "loop": setting.training_system.step_ms * 1e-3,
+    }
+
+
+def _pipeline_s(
+    schedule: Schedule, stages: Sequence[StageTime], send_s: float, *, overlapped: bool, simulated: bool
+) -> float:
+    if simulated or not has_closed_form(schedule.name):
+        return _simulated(schedule, stages, send_s, overlapped=overlapped).makespan
+    forward = [stage.forward_s(overlapped) for stage in stages]
+    return pipeline_s(schedule, forward, [stage.backward_s(overlapped) for stage in stages], send_s)
+
+
+def _simulated(schedule: Schedule, stages: Sequence[StageTime], send_s: float, *, overlapped: bool) -> Timeline:
     forward = [stage.forward_s(overlapped) for stage in stages]
     backward = [stage.backward_s(overlapped) for stage in stages]
     dgrad = [stage.backward_s(overlapped) * stage.dgrad_fraction for stage in stages]
     return simulate(schedule, Costs(forward, backward, dgrad, send=send_s))
 
 
-def _sends(step: RankStep) -> list[Message]:
-    return [message for message, _ in step.messages if message.op == "send" and message.axis == "pp"]
-
-
 def _data_s(step: RankStep, machine: Machine) -> tuple[float, float]:
     """Seconds per step over data axes: (gathers of ZeRO 3, everything else)."""
-    gathers = reductions = 0.0
-    for message, times in step.messages:
-        in_layers = message.axis == "cp" and message.op in ("send", "all_to_all")  # attention: in the stages' times
-        if in_layers or not _is_over_data_axes(message, step.setting):
-            continue
-        seconds = machine.message_s(message, step.setting.mesh_of(message.axis)) * times
-        if message.op == "all_gather" and message.phase != "step":
-            gathers += seconds
-        else:
-            reductions += seconds
-    return gathers, reductions
-
-
-def _is_over_data_axes(message: Message, setting: Setting) -> bool:
-    """Whether a group is along data axes. The axis is "world" where the mesh has no other axes."""
-    if message.axis == "world":
-        return setting.size(*setting.data_axes) == setting.mesh.world_size
-    return set(message.axis.split("*")) <= {*setting.data_axes, "edp"}
+    gathers, reductions = step.messages_over_data
+    return _messages_s(gathers, machine, step.setting), _messages_s(reductions, machine, step.setting)
 
 
 def _exposed_reductions_s(setting: Setting, stages: Sequence[StageTime], reductions_s: float) -> float:

@@ -8,12 +8,12 @@ scalars.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parallelize.axes.pipeline.schedules import Action, Schedule
-from parallelize.axes.pipeline.timeline import Receive, Send, Step
+from parallelize.axes.pipeline.timeline import Receive, Step
 from parallelize.plan.parameter_shards import ParameterShard
 from parallelize.plan.stages import Stages
 from parallelize.tools.analysis.cost.data_axes import MatrixSteps, data_messages
@@ -28,6 +28,8 @@ from parallelize.tools.analysis.record.trace_data import (
     MicrobatchTrace,
     Segment,
     StageBoundary,
+    Totals,
+    totals_of,
 )
 
 CHECK_BYTES = 64  # of the token count, and the check of ranks: eight int64
@@ -76,6 +78,10 @@ class RankStep:
         self.matrices = matrices or MatrixSteps()
         self.local_stages = [stage for stage, rank in enumerate(schedule.stage_ranks) if rank == pp_rank]
         self._segments: dict[tuple[int, bool], StageSegments] = {}
+        self._totals: dict[int, tuple[Totals, Totals, Totals, Totals]] = {}
+        self._stage_messages_of: dict[tuple[int, str], MessageTotals] = {}
+        self._flops: dict[int, float] = {}
+        self._alike: dict[int, Hashable] = {}
 
     @cached_property
     def steps(self) -> Sequence[Step]:
@@ -105,6 +111,16 @@ class RankStep:
         split = stage_segments(self.split_trace, source, self.stages, stage)
         return replace(segments, forward=split.forward, dgrad=split.backward, wgrad=split.wgrad)
 
+    def alike(self, stage: int) -> Hashable:
+        """What the segments of a stage depend on: stages of as many equal units do the same."""
+        if self.stages is None:
+            return stage
+        if stage not in self._alike:
+            recorded = [self.trace.representatives.get(unit, unit) for unit in self.stages.units_of(stage)]
+            is_end = stage in (0, self.schedule.num_stages - 1)
+            self._alike[stage] = tuple(sorted(Counter(recorded).items())), stage if is_end else None
+        return self._alike[stage]
+
     def boundary(self, stage: int) -> StageBoundary:
         """What `stage` receives from the previous one."""
         if self.stages is None or stage == 0 or stage >= self.schedule.num_stages:
@@ -126,6 +142,51 @@ class RankStep:
         experts = max((self.trace.routers.get(unit, 0) for unit in units), default=0)
         return ((experts * SUM_BYTES, False), (experts * SUM_BYTES, True), (SUM_BYTES, False)) if experts else ()
 
+    # -- sums ---------------------------------------------------------------------------------------------------------
+
+    def totals(self, stage: int) -> tuple[Totals, Totals, Totals, Totals]:
+        """Of forward, backward, dgrad and wgrad of a microbatch in one stage."""
+        if stage not in self._totals:
+            parts = self.segments(stage, later=True)
+            forward, backward, dgrad = map(_totals, (parts.forward, parts.backward, parts.dgrad))
+            self._totals[stage] = forward, backward, dgrad, _totals(parts.wgrad)
+        return self._totals[stage]
+
+    def flops(self, stage: int) -> float:
+        """Operations of a microbatch in one stage, recompute among them."""
+        if stage not in self._flops:
+            segments = self.segments(stage, later=True)
+            self._flops[stage] = sum(segment.flops for segment in (*segments.forward, *segments.backward))
+        return self._flops[stage]
+
+    def messages_in(self, stage: int, phase: str) -> MessageTotals:
+        """What the units of a stage send in "forward" or "backward" of a microbatch."""
+        key = stage, phase
+        if key not in self._stage_messages_of:
+            segments = self.segments(stage, later=True)
+            of_phase = segments.forward if phase == "forward" else segments.backward
+            messages = ((message, 1) for segment in of_phase for message in segment.messages)
+            self._stage_messages_of[key] = _message_totals(messages)
+        return self._stage_messages_of[key]
+
+    @cached_property
+    def messages_over_data(self) -> tuple[MessageTotals, MessageTotals]:
+        """(gathers of ZeRO 3, everything else) over data axes in a step."""
+        gathers: list[tuple[Message, int]] = []
+        others: list[tuple[Message, int]] = []
+        for message, times in self.messages:
+            in_layers = message.axis == "cp" and message.op in ("send", "all_to_all")  # attention's, of a stage
+            if in_layers or not _is_over_data_axes(message, self.setting):
+                continue
+            is_gather = message.op == "all_gather" and message.phase != "step"
+            (gathers if is_gather else others).append((message, times))
+        return _message_totals(gathers), _message_totals(others)
+
+    @cached_property
+    def sends(self) -> list[Message]:
+        """Messages to other stages."""
+        return [message for message, _ in self.messages if message.op == "send" and message.axis == "pp"]
+
     # -- messages -------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -142,24 +203,26 @@ class RankStep:
             segments = self.segments(stage, later=False)
             for segment in (*segments.forward, *segments.backward):
                 yield from ((message, times) for message in segment.messages)
-        yield from ((message, 1) for message in self._stage_messages())
+        yield from self._stage_messages()
         yield from ((message, times) for message in self._router_counts())
         yield from data_messages(self.shards, self.setting)
         yield from ((message, 1) for message in (*self._ties(), *self._scalars()))
         yield from self._pending_reductions()
         yield from ((message, 1) for message in self.matrices.messages)
 
-    def _stage_messages(self) -> Iterator[Message]:
-        """Tensors that are sent to other stages and received from them, one message each."""
-        for step in self.steps:
-            if isinstance(step, Action):
-                continue
-            receiver = step.stage + (isinstance(step, Send) == (step.direction == "F"))
-            phase = "forward" if step.direction == "F" else "backward"
-            op = "send" if isinstance(step, Send) else "recv"
-            for size, has_gradient in self.boundary(receiver).tensors:
-                if has_gradient or step.direction == "F":
-                    yield Message(op, "pp", 2, size, self._input_name(receiver), phase)
+    def _stage_messages(self) -> Iterator[tuple[Message, int]]:
+        """(message, times) of tensors that are sent to stages of other ranks and received from them."""
+        times = self.setting.step_microbatches
+        for stage in self.local_stages:
+            for receiver, is_sent in ((stage, False), (stage + 1, True)):
+                other = stage + 1 if is_sent else stage - 1
+                if not 0 <= other < self.schedule.num_stages or other in self.local_stages:
+                    continue
+                for size, has_gradient in self.boundary(receiver).tensors:
+                    op, back = ("send", "recv") if is_sent else ("recv", "send")
+                    yield Message(op, "pp", 2, size, self._input_name(receiver), "forward"), times
+                    if has_gradient:
+                        yield Message(back, "pp", 2, size, self._input_name(receiver), "backward"), times
 
     def _router_counts(self) -> Iterator[Message]:
         """The sum over data ranks of what the load-balancing loss counts, on the rank of the last stage."""
@@ -181,7 +244,9 @@ class RankStep:
         alone = self.setting.zero == 3
         sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
         for shard in self.shards:
-            for ranks, numel in shard.pending if shard.trained and self.has_gradient(shard.name) else ():
+            for ranks, numel in (
+                shard.pending if shard.pending and shard.trained and self.has_gradient(shard.name) else ()
+            ):
                 for name in shard.names:
                     sizes[name if alone else "pending reductions", ranks] += numel
         for (name, ranks), numel in sizes.items():
@@ -207,6 +272,36 @@ class RankStep:
         if ranks > 1:
             yield Message("all_reduce", everyone, ranks, CHECK_BYTES, "count of tokens", "step")
             yield Message("all_reduce", everyone, ranks, OUTCOME_BYTES, "loss", "step")
+
+
+MessageTotals = Mapping[tuple[str, str], tuple[float, float]]
+"""(op, axis) -> (bytes that a rank sends, messages)."""
+
+
+def _message_totals(messages: Iterable[tuple[Message, int]]) -> MessageTotals:
+    sums: dict[tuple[str, str], tuple[float, float]] = {}
+    for message, times in messages:
+        key = message.op, message.axis
+        sent, count = sums.get(key, (0.0, 0.0))
+        sums[key] = sent + message.sent_bytes * times, count + times
+    return sums
+
+
+def _totals(segments: Sequence[Segment]) -> Totals:
+    total, known = Totals(), {}  # equal layers share their kernels
+    for segment in segments:
+        key = id(segment.kernels)
+        if key not in known:
+            known[key] = totals_of(segment.kernels, segment.launches)
+        total = total.plus(known[key])
+    return total
+
+
+def _is_over_data_axes(message: Message, setting: Setting) -> bool:
+    """Whether a group is along data axes. The axis is "world" where the mesh has no other axes."""
+    if message.axis == "world":
+        return setting.size(*setting.data_axes) == setting.mesh.world_size
+    return set(message.axis.split("*")) <= {*setting.data_axes, "edp"}
 
 
 # -- the segments of a stage --------------------------------------------------------------------------------------
@@ -274,7 +369,7 @@ def _segment_of_stage(segment: Segment, present: set[str] | None, unfreed: list[
         if elsewhere:
             unfreed[change.freed_in] += change.activations
         changes.append(change)
-    return Segment(segment.unit, changes, segment.messages, segment.kernels, segment.freed_at_end)
+    return replace(segment, changes=changes)
 
 
 def _ended(segments: list[Segment], unfreed: int) -> tuple[Segment, ...]:
@@ -283,7 +378,7 @@ def _ended(segments: list[Segment], unfreed: int) -> tuple[Segment, ...]:
     if segments and size:
         last = segments[-1]
         changes = [*last.changes, MemoryChange(-size, 0)]
-        segments = [*segments[:-1], Segment(last.unit, changes, last.messages, last.kernels)]
+        segments = [*segments[:-1], replace(last, changes=changes, freed_at_end=0)]
     return tuple(segments)
 
 
@@ -291,7 +386,7 @@ def _renamed(segment: Segment, recorded: str, unit: str) -> Segment:
     if recorded == unit:
         return segment
     messages = [m._replace(module=unit + m.module[len(recorded) :]) for m in segment.messages]
-    return Segment(unit, segment.changes, messages, segment.kernels, segment.freed_at_end)
+    return replace(segment, unit=unit, messages=messages)
 
 
 def receives_early(steps: Sequence[Step], ahead: int) -> dict[int, list[Receive]]:

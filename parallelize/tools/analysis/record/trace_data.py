@@ -8,7 +8,7 @@ and combined into steps of any number of microbatches, stages and schedules (`co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,11 +48,57 @@ class Message(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One op: floating-point operations, bytes read and written, and whether it is a matmul or attention."""
+    """One op: floating-point operations, bytes read and written, and whether it is a matmul or attention.
+
+    attention: "forward" or "backward" of a matmul of attention; "" of any other. width: of a head, in attention.
+    """
 
     flops: float
     bytes: float
     is_matmul: bool
+    attention: str = ""
+    width: int = 0
+
+    @property
+    def attention_flops(self) -> float:
+        """Those of heads of 128 that take as long: each score costs an exponential, whatever the width."""
+        return self.flops * (1 + SOFTMAX_WIDTH / max(self.width, 1)) / (1 + SOFTMAX_WIDTH / 128)
+
+
+SOFTMAX_WIDTH = 48
+"""What the exponential of a score costs in a fused attention kernel, in elements of its head: heads of 64 reach 0.79 of
+the rate of heads of 128. An assumption, after FlashAttention-3, arXiv:2407.08608, sec. 3.2: exponentials run beside the
+matmuls, at 1/512 of their rate."""
+
+
+class Totals(NamedTuple):
+    """Sums over ops: operations of linears, and of attention in each direction as of wide heads; bytes that matmuls and
+    other ops move; launches of the host."""
+
+    linear_flops: float = 0.0
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    matmul_bytes: float = 0.0
+    moved_bytes: float = 0.0
+    launches: float = 0.0
+
+    def plus(self, other: Totals) -> Totals:
+        """The sum of both."""
+        return Totals(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+
+def totals_of(kernels: Sequence[Kernel], launches: float = 0.0) -> Totals:
+    """The sums over ops. launches: 0: one for each."""
+    flops = {"": 0.0, "forward": 0.0, "backward": 0.0}
+    matmul_bytes = moved_bytes = 0.0
+    for kernel in kernels:
+        if kernel.is_matmul:
+            flops[kernel.attention] += kernel.attention_flops if kernel.attention else kernel.flops
+            matmul_bytes += kernel.bytes
+        else:
+            moved_bytes += kernel.bytes
+    linear, forward, backward = flops.values()
+    return Totals(linear, forward, backward, matmul_bytes, moved_bytes, launches or len(kernels))
 
 
 class MemoryChange(NamedTuple):
@@ -74,14 +120,19 @@ class MemoryChange(NamedTuple):
 
 @dataclass
 class Segment:
-    """One unit's time in one action of one microbatch. freed_at_end: bytes that it allocated and that the end of the
-    action frees."""
+    """One unit's time in one action of one microbatch.
+
+    Attributes:
+        freed_at_end: bytes that it allocated and that the end of the action frees.
+        launches: ops that the host launches; 0: one for each of `kernels`.
+    """
 
     unit: str
     changes: list[MemoryChange] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     freed_at_end: int = 0
+    launches: float = 0.0
 
     @property
     def flops(self) -> float:

@@ -236,7 +236,9 @@ def kernel_of(func: Any, args: tuple, kwargs: dict, output: Any) -> Kernel | Non
     if flops_of is None and not func._schema.is_mutable and _is_view(inputs, outputs):
         return None
     size = float(sum(map(_bytes, inputs)) + sum(map(_bytes, outputs)))
-    return Kernel(flops_of(args, kwargs) if flops_of else 0.0, size, flops_of is not None)
+    attention = _ATTENTION.get(func, "")
+    width = int(args[0].shape[-1]) if attention else 0
+    return Kernel(flops_of(args, kwargs) if flops_of else 0.0, size, flops_of is not None, attention, width)
 
 
 def _is_view(inputs: Iterable[T], outputs: list[T]) -> bool:
@@ -278,6 +280,10 @@ _FLOPS: dict[Any, Callable[[tuple, dict], float]] = {
     aten._grouped_mm.default: lambda args, _: _matmul_flops(args[0], args[1]),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+}
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: "forward",
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: "backward",
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from parallelize.tools.analysis.cost.intervals import Interval
 from parallelize.tools.analysis.cost.memory import Moment, RankMemory
 from parallelize.tools.analysis.cost.timing import StepTime
 
@@ -140,6 +141,9 @@ class Explanation:
         activations_without_recompute, activations_with_recompute: the peak in bytes on the first pp rank, with
             recompute "off" and "full"; 0 where the model has nothing to recompute.
         worst_routing: of experts over `ep`; None without.
+        kernels: what the verdict and the time are for, as text.
+        device_bytes: of the GPU, at the highest peak: tensors, the context, and what the allocator needs at least.
+        interval: between which seconds 90% of such steps are. not_scored: why it is not known for this hardware, if so.
     """
 
     model: str
@@ -161,6 +165,10 @@ class Explanation:
     activations_without_recompute: int = 0
     activations_with_recompute: int = 0
     worst_routing: WorstRouting | None = None
+    kernels: str = ""
+    device_bytes: float = 0.0
+    interval: Interval | None = None
+    not_scored: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -169,8 +177,8 @@ class Explanation:
 
     @property
     def fits(self) -> bool:
-        """Whether the highest peak is below the machine's memory."""
-        return self.peak_bytes < self.machine_memory_bytes
+        """Whether what a GPU needs at the highest peak is within the machine's memory."""
+        return (self.device_bytes or self.peak_bytes) <= self.machine_memory_bytes
 
     def as_dict(self, moments: int = 400) -> dict[str, Any]:
         """Values that `json` can write. moments: the largest number of moments per rank; the highest ones are

@@ -26,8 +26,10 @@ from parallelize.tools.analysis.show.tables import (
     Table,
     advice_table,
     axis_difference,
+    expected_parts,
     expensive_first,
     headline_difference,
+    interval_note,
     largest,
     layout_difference,
     memory_table,
@@ -94,8 +96,9 @@ def _cards(explanation: Explanation) -> str:
     time, limit = explanation.time, explanation.machine_memory_bytes
     fraction = explanation.peak_bytes / limit
     sent = max(sum(total.sent_bytes for total in rank.totals) for rank in explanation.ranks)
-    steps = f"{duration(time.overlapped_s)} to {duration(time.in_turn_s)}"
-    mfus = f"{percent(time.mfu_in_turn)} to {percent(time.mfu_overlapped)}"
+    between = explanation.interval or (time.overlapped_s, time.in_turn_s)
+    steps = f"{duration(time.step_s)}; 90% of such steps: {duration(between[0])} to {duration(between[1])}"
+    mfus = percent(time.mfu)
     fits = "yes" if explanation.fits else "no"
     cards = [
         _card("Does it fit?", fits, f"{percent(fraction)} of {amount(limit)}", _meter(fraction)),
@@ -137,6 +140,8 @@ def _time(explanation: Explanation) -> Iterable[str]:
         picture = scroll(draw_pipeline(timeline, f"pipeline, {timeline.name}"))
         yield figure(picture, "The pipeline's actions. Messages are not overlapped.")
     yield _table(time_table(explanation))
+    yield paragraph(f"Time, {interval_note(explanation)}.")
+    yield paragraph(f"Time, {expected_parts(explanation)}.")
     yield paragraph(f"Time, {time_parts(explanation)}. Overlapped: everything is hidden that can be.")
 
 

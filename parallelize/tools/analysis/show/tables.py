@@ -83,10 +83,12 @@ def headlines(explanation: Explanation) -> list[tuple[str, str, float]]:
         ("  communication buffers", amount(memory.buffers), memory.buffers),
         ("messages of a rank, at most", *_most(explanation, lambda r: sum(t.count for t in r.totals), _integer)),
         ("bytes sent by a rank, at most", *_most(explanation, lambda r: sum(t.sent_bytes for t in r.totals), amount)),
+        ("step (estimate)", duration(time.step_s), time.step_s),
         ("step, sequential (estimate)", duration(time.in_turn_s), time.in_turn_s),
         ("step, overlapped (estimate)", duration(time.overlapped_s), time.overlapped_s),
         ("pipeline bubble (estimate)", percent(time.bubble_fraction), time.bubble_fraction),
-        ("tokens/s, overlapped (estimate)", _integer(time.tokens_per_s), time.tokens_per_s),
+        ("tokens/s (estimate)", _integer(time.tokens_per_s), time.tokens_per_s),
+        ("MFU (estimate)", percent(time.mfu), time.mfu),
         ("MFU, sequential (estimate)", percent(time.mfu_in_turn), time.mfu_in_turn),
         ("MFU, overlapped (estimate)", percent(time.mfu_overlapped), time.mfu_overlapped),
     ]
@@ -198,14 +200,35 @@ def total_table(rank: RankReport) -> Table:
 
 def time_table(explanation: Explanation) -> Table:
     time = explanation.time
-    tokens = time.tokens_per_s * time.overlapped_s
-    sequential = tokens / time.in_turn_s if time.in_turn_s else 0.0
+    tokens = time.tokens_per_s * time.step_s
+    columns = (
+        (time.step_s, time.mfu),
+        (time.in_turn_s, time.mfu_in_turn),
+        (time.overlapped_s, time.mfu_overlapped),
+    )
     rows = [
-        ("step", duration(time.in_turn_s), duration(time.overlapped_s)),
-        ("tokens/s", _integer(sequential), _integer(time.tokens_per_s)),
-        ("MFU", percent(time.mfu_in_turn), percent(time.mfu_overlapped)),
+        ("step", *(duration(seconds) for seconds, _ in columns)),
+        ("tokens/s", *(_integer(tokens / seconds if seconds else 0.0) for seconds, _ in columns)),
+        ("MFU", *(percent(mfu) for _, mfu in columns)),
     ]
-    return Table(("time (estimate)", "sequential", "overlapped"), rows, frozenset({1, 2}))
+    return Table(("time (estimate)", "expected", "sequential", "overlapped"), rows, frozenset({1, 2, 3}))
+
+
+def interval_note(explanation: Explanation) -> str:
+    """The interval of the estimate, and the least time, as text."""
+    time, interval = explanation.time, explanation.interval
+    least = f"no schedule on this mesh goes below {duration(time.least_s)}: its matmuls, or its messages, at full rate"
+    if interval is None:
+        return least
+    between = f"90% of such steps take between {duration(interval.low)} and {duration(interval.high)}"
+    scored = f" (not scored on this hardware: {explanation.not_scored})" if explanation.not_scored else ""
+    return f"expected {duration(time.step_s)}: {between}{scored}; {least}"
+
+
+def expected_parts(explanation: Explanation) -> str:
+    """The parts of the estimate, as text."""
+    parts = (f"{name} {duration(seconds)}" for name, seconds in explanation.time.parts.items() if seconds > 0)
+    return f"expected: {', '.join(parts)}"
 
 
 def time_parts(explanation: Explanation) -> str:
@@ -228,6 +251,31 @@ def headline_difference(a: Explanation, b: Explanation) -> Table:
     ]
     fits = ("fits", *("yes" if e.fits else "NO" for e in (a, b)), "same" if a.fits == b.fits else "differs")
     return Table(("", "a", "b", "b/a"), [fits, *rows], frozenset({1, 2, 3}))
+
+
+def part_difference(chosen: Explanation, other: Explanation) -> Table:
+    """Seconds of each part of both estimates, and what the other one adds."""
+    before, after = chosen.time.parts, other.time.parts
+    pairs = {name: (before.get(name, 0.0), after.get(name, 0.0)) for name in dict.fromkeys([*before, *after])}
+    rows = [(name, *map(duration, pair), _signed(pair[1] - pair[0])) for name, pair in pairs.items() if any(pair)]
+    whole = (chosen.time.step_s, other.time.step_s)
+    rows.append(("step (estimate)", *map(duration, whole), _signed(whole[1] - whole[0])))
+    return Table(("part of the estimate", "chosen", "other", "more"), rows, frozenset({1, 2, 3}))
+
+
+def _signed(seconds: float) -> str:
+    return ("-" if seconds < 0 else "+") + duration(abs(seconds))
+
+
+def verdict_between(chosen: Explanation, other: Explanation) -> str:
+    """Why not the other one, as text."""
+    if not other.fits:
+        return f"the other one needs {amount(other.device_bytes - other.machine_memory_bytes)} more than there is"
+    ratio = other.time.step_s / chosen.time.step_s - 1
+    worst = max(other.time.parts, key=lambda name: other.time.parts[name] - chosen.time.parts.get(name, 0.0))
+    if ratio <= 0:
+        return f"nothing speaks against the other one: it is expected to be {percent(-ratio)} faster"
+    return f"the other one is expected to take {percent(ratio)} longer, most of it for: {worst}"
 
 
 def axis_difference(a: Explanation, b: Explanation) -> Table:

@@ -11,13 +11,16 @@ from parallelize.tools.analysis.show.tables import (
     Table,
     advice_table,
     axis_difference,
+    expected_parts,
     expensive_first,
     headline_difference,
+    interval_note,
     largest,
     layout_difference,
     memory_table,
     message_table,
     parameter_table,
+    part_difference,
     rank_name,
     ranks_note,
     recompute_note,
@@ -25,6 +28,7 @@ from parallelize.tools.analysis.show.tables import (
     time_parts,
     time_table,
     total_table,
+    verdict_between,
     worst_routing_note,
 )
 
@@ -65,6 +69,17 @@ def compare_text(a: Explanation, b: Explanation) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
+def why_not_text(chosen: Explanation, other: Explanation) -> str:
+    """What another mesh costs beside the chosen one, part by part."""
+    sections = [
+        [f"chosen: {chosen.setting}", f"other:  {other.setting}"],
+        _lines(part_difference(chosen, other)),
+        [f"chosen: {_fits(chosen)[0]}", f"other:  {_fits(other)[0]}"],
+        _wrapped(verdict_between(chosen, other)),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
 def _named(letter: str, explanation: Explanation) -> list[str]:
     return [f"{letter}: {explanation.model}, plan {explanation.plan}", f"   {explanation.setting}"]
 
@@ -85,7 +100,13 @@ def _fits(explanation: Explanation) -> list[str]:
     bar = "[" + "#" * filled + "." * (_BAR - filled) + "]"
     verdict = "it fits" if explanation.fits else "it does NOT fit"
     used = f"{amount(rank.memory.peak)} of {amount(limit)} ({percent(fraction)})"
-    return [f"{verdict}: {bar} {used} at the peak of {rank_name(explanation, rank)}"]
+    lines = [f"{verdict}: {bar} {used} at the peak of {rank_name(explanation, rank)}"]
+    if explanation.device_bytes:
+        margin = limit - explanation.device_bytes
+        words = f"{amount(margin)} to spare" if margin >= 0 else f"{amount(-margin)} too much"
+        whole = f"with context and allocator {amount(explanation.device_bytes)}: {words}, for {explanation.kernels}"
+        lines += _wrapped(whole)
+    return lines
 
 
 # -- sections -----------------------------------------------------------------------------------------------------
@@ -147,7 +168,8 @@ def _totals(explanation: Explanation, rank: RankReport) -> list[str]:
 
 def _time(explanation: Explanation) -> list[str]:
     title = f"time of a step: an ESTIMATE from the constants of {explanation.machine}, not a measurement"
-    return [title, *_lines(time_table(explanation)), *_wrapped(time_parts(explanation))]
+    notes = (interval_note(explanation), expected_parts(explanation), time_parts(explanation))
+    return [title, *_lines(time_table(explanation)), *(line for note in notes for line in _wrapped(note))]
 
 
 def _advice(explanation: Explanation) -> list[str]:

@@ -129,8 +129,11 @@ def test_numbers_are_those_of_the_explanation(explanations, pages):
         line = next(line for line in as_text(explanation).splitlines() if re.match(rf"{name}  ", line))
         for rank, on_page, on_terminal in zip(explanation.ranks, row, re.findall(r"[\d.]+ \w?B", line), strict=True):
             assert bytes_of(on_page) == bytes_of(on_terminal) == pytest.approx(getattr(rank.memory, field), rel=5e-3)
-    assert cells(page, "step")[1:] == [duration(explanation.time.in_turn_s), duration(explanation.time.overlapped_s)]
-    assert cells(page, "MFU")[2] == f"{100 * explanation.time.mfu_overlapped:.1f}%"
+    time = explanation.time
+    assert cells(page, "step")[1:] == [
+        duration(seconds) for seconds in (time.step_s, time.in_turn_s, time.overlapped_s)
+    ]
+    assert cells(page, "MFU")[3] == f"{100 * explanation.time.mfu_overlapped:.1f}%"
 
 
 @pytest.mark.parametrize("name", MESHES)

@@ -135,6 +135,10 @@ class Part:
             if type(value) is int and value > 0 and self.role(name) in roles:
                 yield name, value
 
+    def first(self, role: Role) -> int:
+        """The first whole number that says this; 0: there is none."""
+        return next((value for _, value in self.numbers(role)), 0)
+
     def lists(self, *roles: Role) -> Iterator[tuple[str, list[int] | tuple[int, ...]]]:
         """(name, values) of lists of whole numbers that say one of these."""
         for name, value in self.real.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from parallelize.plan.models.miniature.heads import MERGED, NARROW, Heads, main_hidden
 from parallelize.plan.models.miniature.images import shrink_images
 from parallelize.plan.models.miniature.layers import choose_layers
 from parallelize.plan.models.miniature.rates import without_dropout
@@ -12,8 +13,6 @@ from parallelize.plan.models.miniature.roles import Part, Role, parts_of
 from parallelize.plan.models.miniature.rules import MAX_CHOICES, Rules, Widths, few_groups
 from parallelize.plan.models.miniature.states import scale_states
 
-_NARROW, _ROTATED = 6, 16  # channels of a head, and of one of which a part is rotated
-_MORE = 4  # channels of a hidden size beside those of two heads, where heads do not fill it
 _STAGE = 4  # channels of a head in a model of stages
 _POSITIONS = 64
 _AT_MOST = {
@@ -34,30 +33,12 @@ _OPEN = (
 )
 """Numbers of a family where a config leaves the first of them open."""
 
-_HIDDEN = (
-    "embed_dim",
-    "hidden_size",
-    "d_model",
-    "n_embd",
-    "emb_dim",
-    "dim",
-    "encoder_hidden_size",
-    "hidden_dim",
-    "width",
-)
 _HEADLESS = 64  # channels of a part without heads
 
-_RANK_RATIO = 4  # of the ranks of queries to those of keys and values, at most
-_PACKED = {"codegen": 4}
-"""Parts of a packed weight by model type, each with its heads: a number that the code of the model has, and no
-field."""
 
-_BOXES = {"max_2d_position_embeddings", "dim_bbox"}
-_EXPANDS = {"expand", "mamba_expand"}  # fields of scans, which are a multiple of the hidden size wide
 _OUTPUTS = ("out_hidden_size", "output_dim", "projection_dim")
 _TOKENS = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
 _SECTIONS = "mrope_section"
-_MERGED = "spatial_merge_size"
 _PATCH = 4  # pixels along each side, where patches are passed as rows
 
 
@@ -76,13 +57,9 @@ def small_config(config: Any, rules: Rules) -> Any:
         choose_layers(part, rules)
     if rules.only_layers:
         return small
-    scalings = [_Scaling(part, parts, widths, rules) for part in parts]
-    for scaling in scalings:
-        scaling.scale_heads()
-    for scaling in scalings:
-        scaling.scale_widths()
-    text = getattr(small, "text_config", None)
-    _match_outputs(small, text, parts)
+    for scaling in [_Scaling(part, widths, rules) for part in parts]:
+        scaling.run(parts)
+    _match_outputs(small, parts)
     shrink_images(parts)
     _shrink_vocabulary(parts, rules)
     return small
@@ -90,8 +67,7 @@ def small_config(config: Any, rules: Rules) -> Any:
 
 def _fill_open(part: Part) -> None:
     """Give a family a number where a config leaves one open, which its class may read."""
-    heads = next((value for _, value in part.numbers(Role.HEADS)), 0)
-    hidden = part.number("hidden_size")
+    heads, hidden = part.first(Role.HEADS), part.number("hidden_size")
     own = ({"num_key_value_heads": heads}, {"head_dim": hidden // heads}) if heads and hidden else ()
     for row in (*_OPEN, *own):
         if part.real.get(next(iter(row)), 0) is None:
@@ -102,139 +78,28 @@ def _fill_open(part: Part) -> None:
 
 
 class _Scaling:
-    """Makes one part of a config small.
+    """Makes one part of a config small, whose heads are small already."""
 
-    Attributes:
-        heads, head: how many heads the part has now, and their width. hidden: its hidden size.
-    """
-
-    def __init__(self, part: Part, parts: list[Part], widths: Widths, rules: Rules):
-        self.part, self.parts, self.widths, self.rules = part, parts, widths, rules
-        self.heads = self.head = self.hidden = 1
+    def __init__(self, part: Part, widths: Widths, rules: Rules):
+        self.part, self.widths, self.rules = part, widths, rules
+        self.heads = Heads(part, widths, rules)
         self.staged: set[str] = set()
-
-    def scale_heads(self) -> None:
-        """Fewer and narrower heads, and the hidden size that they make up."""
-        self._scale_heads()
-        self._scale_latent()
         self._scale_stages()
 
-    def scale_widths(self) -> None:
-        """All that follows from the hidden sizes of the parts."""
-        name, hidden = "hidden_size", self.part.number("hidden_size")
-        if few := scale_states(self.part, self.parts, self.rules):
-            self.part[name] = self.hidden = few
-            self.widths.begin(hidden, few)
-        else:
-            name = self._main_hidden()
-            hidden = self.part.number(name)
-            if self.hidden == 1 and hidden > 2 * _HEADLESS and not any(self.part.lists(Role.HEADS)):
-                self.part[name] = self.hidden = self.widths.new.get(hidden, _HEADLESS)
-            if self.hidden > 1:
-                self.widths.begin(hidden, self.hidden)
+    def run(self, parts: list[Part]) -> None:
+        """Make small all that follows from the hidden sizes of the parts."""
+        name = main_hidden(self.part)
+        hidden, few = self.part.number(name), scale_states(self.part, parts, self.rules)
+        if not few and self.heads.hidden == 1 and hidden > 2 * _HEADLESS and not any(self.part.lists(Role.HEADS)):
+            few = self.widths.new.get(hidden, _HEADLESS)
+        if few:
+            self.part[name] = self.heads.hidden = few
+        if self.heads.hidden > 1:
+            self.widths.begin(hidden, self.heads.hidden)
         self._scale_experts()
         self._scale_widths()
         self._scale_positions()
         self._scale_boxes()
-
-    # -- heads and the hidden size --
-
-    def _main_hidden(self) -> str:
-        """The field of the width of the layers: where `embed_dim` stands beside `hidden_size`, the latter is that of
-        the output."""
-        names = [name for name, _ in self.part.numbers(Role.HIDDEN)]
-        return min(names, key=_HIDDEN.index, default="")
-
-    def _scale_heads(self) -> None:
-        part, name = self.part, self._main_hidden()
-        heads = next((value for _, value in part.numbers(Role.HEADS)), 0)
-        hidden = part.number(name)
-        if not heads or not hidden:
-            return
-        kv_heads = next((value for _, value in part.numbers(Role.KV_HEADS)), 0)
-        said = part.number("head_dim") or next((value for _, value in part.numbers(Role.HEAD_WIDTH)), 0)
-        real_head = said or hidden // heads
-        few, few_kv = self._few_heads(heads, kv_heads)
-        for field, value in part.numbers(Role.HEADS):
-            part[field] = max(1, value * few // heads)
-        for field, value in part.numbers(Role.KV_HEADS):
-            part[field] = few_kv if value == kv_heads else max(1, value * few_kv // kv_heads)
-        times, rest = divmod(said * heads, hidden) if said else (1, 0)
-        if rest or (times > 1 and not _EXPANDS & part.real.keys()):
-            times = 0
-        self.heads = few
-        self.hidden = self._hidden_size(hidden, real_head, times)
-        self.head = max(1, times) * self.hidden // few if times or not self.rules.distinct else self.head
-        part[name] = self.hidden
-        self.widths.begin(hidden, self.hidden)
-        for field, value in part.numbers(Role.HEAD_WIDTH):
-            part[field] = self.hidden // few if value * heads == hidden else self.head * max(1, value // real_head)
-        if rotated := part.number("rotary_dim"):
-            part["rotary_dim"] = max(2, int(self.head * min(1.0, rotated / real_head)) // 2 * 2)
-
-    def _few_heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
-        fields, rules = self.part.real, self.rules
-        if _BOXES & fields.keys():  # boxes make up the hidden size
-            return heads, kv_heads
-        if "kv_lora_rank" in fields and kv_heads:  # whose keys and values each head has
-            few, _ = rules.heads(heads, 0)
-            return few, max(1, kv_heads * few // heads)
-        few, few_kv = rules.heads(heads, kv_heads)
-        packed = rules.tp * _PACKED.get(getattr(self.part.small, "model_type", ""), 1)
-        if not kv_heads and heads % packed == 0:
-            few = -(-few // packed) * packed
-        return few, few_kv
-
-    def _hidden_size(self, hidden: int, real_head: int, times: int) -> int:
-        """The hidden size: that of another part whose real one is the same, or a new one.
-
-        times: how many times as wide heads are together; 0: they are as wide as they are.
-        """
-        rules, widths = self.rules, self.widths
-        known = widths.new.get(hidden, 0)
-        width = real_head if rules.head_width == 0 else rules.head_width or self._head_width(hidden, real_head)
-        if known and times and times * known % self.heads == 0:
-            return known
-        step = width if width % 4 == 0 else 2
-        more = 2 * width + _MORE if rules.distinct and not times else 0
-        few = (self.heads * width + more) // max(1, times)
-        while widths.is_taken(few) and rules.distinct and times:
-            width += step
-            few = self.heads * width // times
-        self.head = width
-        return few
-
-    def _head_width(self, hidden: int, real_head: int) -> int:
-        fields, rope = self.part.real, self.part.real.get("rope_parameters") or {}
-        partial = next((fields[name] for name in ("rotary_pct", "partial_rotary_factor") if fields.get(name)), 1)
-        partial = min(partial, rope.get("partial_rotary_factor") or 1) if isinstance(rope, dict) else partial
-        rotated = self.part.number("rotary_dim")
-        is_partial = partial < 1 or 0 < rotated < real_head or _MERGED in fields
-        return _ROTATED if is_partial and "qk_rope_head_dim" not in fields else _NARROW
-
-    def _scale_latent(self) -> None:
-        """Heads of attention with latent keys, which have a rotated part and one that is not, and their ranks."""
-        part, width = self.part, self.head
-        rotated = part.number("qk_rope_head_dim")
-        if not rotated:
-            return
-        if self.rules.head_width is None and width == 1:
-            width = _NARROW
-        for name in ("qk_nope_head_dim", "v_head_dim"):
-            if value := part.number(name):
-                part[name] = max(1, value * width // rotated)
-        part["qk_rope_head_dim"] = width
-        if "qk_head_dim" in part.real:
-            part["qk_head_dim"] = width + part["qk_nope_head_dim"]
-        if head := part.number("head_dim"):
-            part["head_dim"] = round(width * head / rotated)
-        kv_rank, q_rank = part.number("kv_lora_rank"), part.number("q_lora_rank")
-        if kv_rank:
-            part["kv_lora_rank"] = width + 4
-        if kv_rank and q_rank:
-            part["q_lora_rank"] = (width + 4) * min(_RANK_RATIO, max(1, q_rank // kv_rank)) + 2
-
-    # -- other sizes --
 
     def _scale_stages(self) -> None:
         """Heads that a list gives for each stage, and widths that they divide; or one width, from which those of all
@@ -245,7 +110,7 @@ class _Scaling:
             few = [more * count for count in heads]
             part[name] = type(heads)(few)
             if first := part.number("embed_dim"):
-                part["embed_dim"] = few[0] * (_STAGE if more > 1 else min(_NARROW, first // heads[0]))
+                part["embed_dim"] = few[0] * (_STAGE if more > 1 else min(NARROW, first // heads[0]))
                 if last := part.number("hidden_size"):
                     part["hidden_size"] = last * part["embed_dim"] // first
                 self.widths.begin(first, part["embed_dim"])
@@ -258,7 +123,7 @@ class _Scaling:
 
     def _scale_experts(self) -> None:
         part = self.part
-        groups = next((value for _, value in part.numbers(Role.EXPERT_GROUPS)), 1)
+        groups = part.first(Role.EXPERT_GROUPS) or 1
         for name, count in part.numbers(Role.EXPERTS):
             part[name] = few = self.rules.experts(count, groups)
             if few < count:
@@ -268,8 +133,8 @@ class _Scaling:
                     part[field] = max(1, value * few_groups(groups) // groups)
 
     def _scale_widths(self) -> None:
-        part, beside = self.part, max(self.hidden, self.heads * self.head)
-        main = self._main_hidden()
+        part, beside = self.part, max(self.heads.hidden, self.heads.count * self.heads.width)
+        main = main_hidden(part)
         if part.real.get("n_inner", 0) is None:  # GPT-2: four times the hidden size
             part["n_inner"] = self.widths.mlp(4 * part.number(main), beside)
         for name, value in part.numbers(Role.INNER):
@@ -299,10 +164,10 @@ class _Scaling:
         for name, value in part.numbers(Role.POSITIONS):
             if not rope:
                 part[name] = min(value, max(_POSITIONS, 2 * self.rules.tp))
-        if _MERGED in part.real and part.number("patch_size"):
+        if MERGED in part.real and part.number("patch_size"):
             part["patch_size"] = min(part.number("patch_size"), _PATCH)
             if part.number("window_size"):  # of one merged patch, so that a small image has several
-                part["window_size"] = part["patch_size"] * part.number(_MERGED)
+                part["window_size"] = part["patch_size"] * part.number(MERGED)
         self._scale_rotary()
 
     def _scale_rotary(self) -> None:
@@ -312,7 +177,7 @@ class _Scaling:
             if not isinstance(entry, dict) or any(isinstance(value, dict) for value in entry.values()):
                 continue
             partial = entry.get("partial_rotary_factor") or part["partial_rotary_factor"] or part["rotary_pct"] or 1
-            pairs = int((part["head_dim"] or self.head) * partial) // 2
+            pairs = int((part["head_dim"] or self.heads.width) * partial) // 2
             for key, value in entry.items():
                 if isinstance(value, (list, tuple)) and len(value) > pairs:
                     entry[key] = list(value)[:pairs]
@@ -321,18 +186,19 @@ class _Scaling:
 
     def _scale_boxes(self) -> None:
         """Embeddings of the corners and sides of boxes, which together have the hidden size."""
-        part, hidden = self.part, self.hidden
+        part, hidden = self.part, self.heads.hidden
         if "coordinate_size" in part.real:
             part["coordinate_size"] = part["shape_size"] = hidden // 6
         if "dim_bbox_projection" in part.real:
             part["dim_bbox_sinusoid_emb_2d"] = hidden // 4
             part["dim_bbox_sinusoid_emb_1d"] = hidden // 4 // part["dim_bbox"]
-            part["dim_bbox_projection"] = hidden // self.heads
+            part["dim_bbox_projection"] = hidden // self.heads.count
 
 
-def _match_outputs(config: Any, text: Any, parts: list[Part]) -> None:
+def _match_outputs(config: Any, parts: list[Part]) -> None:
     """A tower's output takes the place of tokens, so that it has the width of the text, which default configs may not
     say."""
+    text = getattr(config, "text_config", None)
     width = getattr(text, "hidden_size", None)
     if type(width) is not int:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parallelize.base.errors import ModelError
 from parallelize.plan.models.miniature.attempts import small_versions
 from parallelize.plan.models.miniature.rates import without_dropout
 from parallelize.plan.models.miniature.roles import Role, role_of
@@ -198,3 +199,29 @@ def test_each_attempt_is_another_config_without_dropout():
     assert versions[-1].hidden_size == config.hidden_size and versions[-1].num_hidden_layers == 4
     without_dropout(config)
     assert config.attention_probs_dropout_prob == 0
+
+
+@pytest.mark.parametrize("model_type", ["dots1", "nemotron", "esm"])
+def test_numbers_that_a_config_leaves_open_are_those_of_a_family_alone(model_type):
+    """Whose default config its own class does not build, which `verify` is to say."""
+    source = read_model(model_type)
+    source.with_config(small_config(source.config, FAMILY)).build("meta")
+    with pytest.raises(ModelError, match="unbuildable-model"):
+        source.with_config(small_config(source.config, Rules())).build("meta")
+
+
+def test_ids_of_a_small_vocabulary_are_its_last_ones_and_stay_apart():
+    small = small_config(transformers.Qwen2VLConfig(), Rules(tp=4))
+    ids = [small.image_token_id, small.video_token_id, small.vision_start_token_id, small.vision_end_token_id]
+    assert len({*ids}) == 4 and max(ids) < small.text_config.vocab_size == 67 and min(ids) > 33
+    assert small_config(transformers.Qwen2VLConfig(), Rules(tp=4, even=True)).text_config.vocab_size == 68
+
+
+def test_a_tower_returns_what_the_text_reads():
+    config = transformers.Qwen2_5_VLConfig()
+    config.vision_config.out_hidden_size = 3584  # as default configs have it, whatever their text
+    for rules in (Rules(), FAMILY, PROPORTIONAL):
+        small = small_config(config, rules)
+        assert small.vision_config.out_hidden_size == small.text_config.hidden_size != small.vision_config.hidden_size
+        sections = small.text_config.rope_parameters["mrope_section"]
+        assert 2 * sum(sections) == small.text_config.hidden_size // small.text_config.num_attention_heads

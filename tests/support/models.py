@@ -410,8 +410,8 @@ def shipped_source(family: str) -> Any:
     """The source of a tiny model of `SHIPPED`, with the class that is named there."""
     import transformers
 
+    from parallelize.plan.models.miniature.rates import without_dropout
     from parallelize.plan.models.model_source import ModelSource
-    from parallelize.plan.models.proportional_config import without_dropout
     from parallelize.plan.models.transformers_models import maker_of
 
     config_name, class_name, sizes = SHIPPED[family]

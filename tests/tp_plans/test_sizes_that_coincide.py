@@ -17,8 +17,8 @@ from parallelize import MeshSpec
 from parallelize.plan.choose import shipped_plan_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.models.example_inputs import inputs_of
+from parallelize.plan.models.miniature.rates import without_dropout
 from parallelize.plan.models.model_source import ModelSource
-from parallelize.plan.models.proportional_config import without_dropout
 from parallelize.plan.models.transformers_models import maker_of
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve

@@ -18,8 +18,8 @@ from torch import nn
 
 from parallelize.plan.models.example_inputs import has_sounds, sounds_in_text
 from parallelize.plan.models.image_inputs import has_images, images_in_text
+from parallelize.plan.models.miniature.tiny_models import tiny_copies
 from parallelize.plan.models.signature_inputs import inputs_by_signature, vocabulary_of
-from parallelize.plan.models.tiny_copy import tiny_copies
 
 T = torch.Tensor
 IGNORED = -100

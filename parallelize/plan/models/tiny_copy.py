@@ -7,18 +7,14 @@ rank.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from functools import WRAPPER_ASSIGNMENTS, partial
+from collections.abc import Iterable, Mapping
+from functools import WRAPPER_ASSIGNMENTS
 from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-
-from parallelize.plan.models.proportional_config import divided, without_dropout
 
 _MOST_PARAMETERS = 50_000_000
 _SEED = 1
@@ -28,42 +24,6 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     """The class as its author wrote it: `fully_shard` puts a subclass in its place."""
     classes: tuple[Any, ...] = type(module).__mro__
     return next(cls for cls in classes if not issubclass(cls, FSDPModule))
-
-
-def tiny_copies(cls: type[nn.Module], config: Any) -> Iterator[nn.Module]:
-    """Tiny models of a class, in evaluation mode, whose weights are random: those of each small config that the class
-    accepts.
-
-    Cost: tens of milliseconds each. Torch's generator is drawn from.
-    """
-    for make in (partial(divided, config), partial(divided, config, 0), partial(copy.deepcopy, config)):
-        with suppress(Exception):  # a class may refuse sizes with any error
-            yield _built(cls, make)
-
-
-def _built(cls: Callable[[Any], nn.Module], make: Callable[[], Any]) -> nn.Module:
-    small = make()
-    without_dropout(small)
-    small._attn_implementation = "eager"  # the config of a live model may name one that needs an accelerator, or a mesh
-    with torch.device("meta"):
-        elements = sum(parameter.numel() for parameter in cls(copy.deepcopy(small)).parameters())
-    if elements > _MOST_PARAMETERS:
-        raise ValueError(f"{elements} parameters")
-    with torch.device("cpu"):
-        model = cls(small).float().eval()
-    _draw(model)
-    return model
-
-
-@torch.no_grad()
-def _draw(model: nn.Module) -> None:
-    """Weights whose outputs are of the size of their inputs, so that logits differ: those of a new model are almost
-    equal."""
-    generator = torch.Generator().manual_seed(_SEED)
-    for parameter in model.parameters():
-        if parameter.ndim > 1 and parameter.is_floating_point():
-            fan_in = parameter[0].numel()
-            parameter.normal_(0.0, 1 / math.sqrt(fan_in), generator=generator)
 
 
 # -- meta copy -------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from parallelize.base.errors import ParallelizeError, Problem
 from parallelize.base.mesh import MeshSpec
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.model_facts import ModelFacts
+from parallelize.plan.models.miniature.rates import disable_dropout
 from parallelize.plan.models.model_source import source_of
-from parallelize.plan.models.proportional_config import disable_dropout
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.resolved import ModuleRow, ResolvedPlan
 from parallelize.plan.schema import Plan

@@ -22,6 +22,7 @@ from parallelize.plan.models.model_source import ModelSource, source_of
 from parallelize.plan.pattern import generic
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import ALLOWED, Plan
+from parallelize.tools.derivation.counted_fields import counted_fields
 from parallelize.tools.derivation.draft import Draft, Drafting
 from parallelize.tools.derivation.gathered_linears import (
     ENOUGH,
@@ -36,7 +37,6 @@ from parallelize.tools.derivation.patterns import leaves_something, names_of
 from parallelize.tools.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.tools.derivation.proof import Proof, provable, prove, prove_in_evaluation
 from parallelize.tools.derivation.region_search import ProposedRegion, find_regions
-from parallelize.tools.derivation.small_config import counted_fields
 from parallelize.tools.derivation.small_model import check_subject, explained, small_model
 
 log = logging.getLogger("parallelize")

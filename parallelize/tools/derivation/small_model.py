@@ -18,14 +18,15 @@ from parallelize.base.errors import ModelError, ParallelizeError, Problem
 from parallelize.plan.dims.trace import record_forward
 from parallelize.plan.models.example_inputs import has_sounds, images_and_sounds_in_text, inputs_of, sounds_in_text
 from parallelize.plan.models.image_inputs import has_images
+from parallelize.plan.models.miniature.attempts import small_versions
+from parallelize.plan.models.miniature.rates import disable_dropout
+from parallelize.plan.models.miniature.rules import Rules
 from parallelize.plan.models.model_source import ModelSource
-from parallelize.plan.models.proportional_config import disable_dropout
 from parallelize.plan.models.signature_inputs import inputs_by_signature
-from parallelize.tools.derivation.small_config import small_configs
 
 log = logging.getLogger("parallelize")
 
-_FEW_PARAMETERS = 4_000_000
+_FEW_PARAMETERS = 8_000_000
 MAX_PARAMETERS = 200_000_000
 """A module of more parameters is not run on this machine: derive from a config, or from a function with smaller
 sizes."""
@@ -46,8 +47,8 @@ def small_model(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
     if source.config is None:
         return source, _built(source)
     reason: Exception | None = None
-    smaller = sorted(map(source.with_config, small_configs(source.config, tp)), key=_is_large)
-    for reads, small in product(Reads, smaller):
+    versions = map(source.with_config, small_versions(source.config, Rules(tp, ratios_kept=False)))
+    for reads, small in _tries(_few_parameters_first(versions)):
         try:
             on_meta = small.build("meta")
             _check_elements(on_meta)
@@ -65,6 +66,26 @@ def small_model(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
         "inputs"
     )
     raise ModelError(Problem("untraceable-model", what, fix=fix)) from reason
+
+
+def _tries(versions: Iterator[ModelSource]) -> Iterator[tuple[Reads, ModelSource]]:
+    """Each version with all that it may read; and each with less, where none runs so."""
+    seen = []
+    for small in versions:
+        seen.append(small)
+        yield Reads.ALL, small
+    yield from product((Reads.EITHER, Reads.TEXT), seen)
+
+
+def _few_parameters_first(versions: Iterator[ModelSource]) -> Iterator[ModelSource]:
+    """The versions, last those that are not as small as they were to be, because they have widths of unknown names."""
+    large = []
+    for small in versions:
+        if _is_large(small):
+            large.append(small)
+        else:
+            yield small
+    yield from large
 
 
 def _is_large(source: ModelSource) -> bool:

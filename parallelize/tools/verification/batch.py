@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from parallelize.base.errors import ModelError, Problem
+from parallelize.plan.models.miniature.rules import undivided
 from parallelize.plan.models.model_source import ModelSource
 from parallelize.plan.models.wrapped_models import forward_signature
 from parallelize.tools.verification.user_errors import blaming
 
 IGNORED = -100  # the target that cross entropy ignores
+_LENGTHS, _EVEN = (11, 13, 17), 12  # tokens of a sequence
 _MANY = 24  # rows of the full batch above which each part gets two rows instead of three
 
 
@@ -49,6 +51,16 @@ def batch_rows(parts: int, length: int) -> int:
     """Three rows for each part, or two where there are many parts. The result never equals the sequence length."""
     rows = 3 * parts if 3 * parts <= _MANY else 2 * parts
     return rows if rows != length else 2 * parts
+
+
+def sequence_length(tp: int) -> int:
+    """A length that tp does not divide: odd, longer than the windows, and not the number of rows."""
+    return undivided(_LENGTHS, tp)
+
+
+def even_length(tp: int) -> int:
+    """A length that tp divides, longer than the windows."""
+    return -(-_EVEN // tp) * tp
 
 
 def draw_batch(source: ModelSource, model: nn.Module, seed: int, *, rows: int, length: int, padded: bool) -> Batch:

@@ -21,25 +21,20 @@ from parallelize.base.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.base.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.plan.choose import plan_or_none, shipped_plan_of
 from parallelize.plan.model_facts import describe
+from parallelize.plan.models.miniature.rates import disable_dropout, without_dropout
 from parallelize.plan.models.model_source import ModelSource, copy_of, read_model, source_of
 from parallelize.plan.models.nested_tensors import map_tensors
-from parallelize.plan.models.proportional_config import disable_dropout, without_dropout
 from parallelize.plan.models.tiny_copy import in_dtype
 from parallelize.plan.models.transformers_models import is_config
 from parallelize.plan.options import Options
 from parallelize.plan.pattern import alternatives, matches
 from parallelize.plan.schema import Plan
-from parallelize.tools.verification.batch import Batch, batch_rows, draw_batch
+from parallelize.tools.verification.batch import Batch, batch_rows, draw_batch, even_length, sequence_length
 from parallelize.tools.verification.compare import ReferenceValues
 from parallelize.tools.verification.precision import DTYPES
-from parallelize.tools.verification.scale import (
-    even_length,
-    let_inputs_require_gradients,
-    perturb,
-    sequence_length,
-)
 from parallelize.tools.verification.scaled_source import scaled_source
 from parallelize.tools.verification.user_errors import blaming
+from parallelize.tools.verification.weights import let_inputs_require_gradients, perturb
 
 T = torch.Tensor
 _FEW_PARAMETERS = 4_000_000

@@ -15,7 +15,7 @@ from parallelize.base.mesh import MeshSpec
 from parallelize.plan.choose import choose_plan
 from parallelize.plan.dims.plan_check import trace_plan
 from parallelize.plan.model_facts import describe
-from parallelize.plan.models.proportional_config import disable_dropout
+from parallelize.plan.models.miniature.rates import disable_dropout
 from parallelize.plan.options import Options
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve

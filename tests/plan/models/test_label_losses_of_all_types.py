@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from parallelize.axes.pipeline.batch_reader import token_targets
 from parallelize.plan.models.label_loss import label_loss
 from parallelize.plan.models.label_loss_probe import LabelLoss, _inputs_of
-from parallelize.plan.models.tiny_copy import tiny_copies
+from parallelize.plan.models.miniature.tiny_models import tiny_copies
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.sweep, pytest.mark.on_cpus("tiny models of every class")]

@@ -1,5 +1,4 @@
-"""Small models: configs whose parts agree, inputs by the names of arguments, and what a forward does in training
-alone."""
+"""Small models: inputs by the names of arguments, and what a forward does in training alone."""
 
 from __future__ import annotations
 
@@ -14,100 +13,9 @@ from parallelize import derive_plan
 from parallelize.plan.models.example_inputs import has_sounds, images_and_sounds_in_text, sounds_in_text
 from parallelize.plan.models.image_inputs import has_images, images_in_text
 from parallelize.plan.models.model_source import source_of
-from parallelize.plan.models.proportional_config import divided
 from parallelize.plan.models.signature_inputs import inputs_by_signature
-from parallelize.plan.parameter_layouts import dotted
-from parallelize.tools.derivation.small_config import small_configs
 from parallelize.tools.derivation.small_model import small_model
 from tests.support.refused import WIDTH, Block
-
-
-def test_a_width_becomes_the_same_number_in_every_part():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.CLIPConfig()
-    small = divided(config)
-    for part, real in ((small.text_config, config.text_config), (small.vision_config, config.vision_config)):
-        assert part.hidden_size % part.num_attention_heads == 0 and part.hidden_size < real.hidden_size / 2
-        assert part.num_hidden_layers == 3 and part.hidden_size != part.intermediate_size
-    assert (
-        config.text_config.hidden_size == config.projection_dim
-        and small.text_config.hidden_size == small.projection_dim
-    )
-    with torch.device("meta"):
-        transformers.CLIPModel(small)
-
-
-def test_heads_and_their_width_stay_the_hidden_size():
-    transformers = pytest.importorskip("transformers")
-    small = divided(
-        transformers.Qwen3Config(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, head_dim=128)
-    )
-    assert small.num_attention_heads * small.head_dim == small.hidden_size
-    assert (small.num_attention_heads, small.num_key_value_heads) == (16, 4)
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "expected"), [(71, 71, (8, 8)), (10, 1, (8, 1)), (12, 12, (8, 8)), (12, 4, (8, 4))]
-)
-def test_numbers_of_heads_that_four_ranks_divide(heads, kv_heads, expected):
-    transformers = pytest.importorskip("transformers")
-    small = divided(
-        transformers.Qwen3Config(
-            num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * 64, head_dim=64
-        )
-    )
-    assert (
-        small.num_attention_heads,
-        small.num_key_value_heads,
-    ) == expected and small.hidden_size == 8 * small.head_dim
-
-
-def test_few_experts_and_widths_of_channels():
-    transformers = pytest.importorskip("transformers")
-    assert divided(transformers.Glm4MoeConfig(n_routed_experts=128)).n_routed_experts == 8
-    vision = transformers.CONFIG_MAPPING["unlimited_ocr"]().vision_config
-    small = divided(vision)
-    assert vision.sam_config.downsample_channels[-1] == vision.encoder_config.hidden_size
-    assert small.sam_config.downsample_channels[-1] == small.encoder_config.hidden_size < 256
-
-
-def test_listed_layers_are_layers_that_there_are():
-    """Of 27 layers the outputs of three go into the text, by their indexes: mergers of layers that are no more would
-    not run."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3VLConfig()
-    assert list(config.vision_config.deepstack_visual_indexes) == [8, 16, 24]
-    for small in (next(small_configs(config, 2)), divided(config)):
-        assert small.vision_config.depth == 3 and list(small.vision_config.deepstack_visual_indexes) == [2]
-    some = divided(transformers.Qwen3VLVisionConfig(deepstack_visual_indexes=[1, 8]))
-    assert list(some.deepstack_visual_indexes) == [1]
-
-
-def test_groups_of_channels_stay_as_many():
-    """Of which four ranks divide each number, as of the real model."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.RegNetConfig(groups_width=16)
-    small = divided(config)
-    assert small.hidden_sizes != config.hidden_sizes
-    for real, few in zip(config.hidden_sizes, small.hidden_sizes, strict=True):
-        assert few // small.groups_width == real // config.groups_width and few % (4 * small.groups_width) == 0
-
-
-@pytest.mark.parametrize("name", ["Swinv2", "Swin2SR"])
-def test_heads_of_stages_whose_widths_follow_from_one(name):
-    transformers = pytest.importorskip("transformers")
-    small = next(small_configs(getattr(transformers, f"{name}Config")(), 2))
-    assert all(heads % 4 == 0 for heads in small.num_heads) and small.embed_dim == 4 * small.num_heads[0]
-    with torch.device("meta"):
-        getattr(transformers, f"{name}Model")(small)
-
-
-def test_images_of_which_each_pixel_is_a_patch_are_smaller():
-    transformers = pytest.importorskip("transformers")
-    small = divided(transformers.Swin2SRConfig())
-    assert (small.image_size, small.depths) == (16, (2, 2, 2)) and len(small.num_heads) == 3
-    assert [divided(transformers.ViTConfig(patch_size=patch)).image_size for patch in (1, 2, 4, 16)] == [16, 64, 64, 64]
-    assert {config.image_size for config in small_configs(transformers.Swin2SRConfig(), 2)} <= {16, 64}
 
 
 class Boxes(nn.Module):
@@ -183,15 +91,6 @@ class Flagged(Block):
 def test_a_model_that_makes_its_input_require_a_gradient():
     derived = derive_plan(Flagged(), {"hidden": torch.randn(2, 3, WIDTH)})
     assert derived.share > 0.9 and derived.proof is not None
-
-
-def test_heads_that_a_list_gives_for_each_stage():
-    """Four times as many where they are wide enough, and named in a plan by their place in the list."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.SegformerConfig()
-    small = next(small_configs(config, 2))
-    assert list(small.num_attention_heads)[:3] == [4, 8, 20] and list(config.num_attention_heads) == [1, 2, 5, 8]
-    assert dotted(small, "num_attention_heads.2") == 20 and dotted(small, "num_attention_heads.7") is None
 
 
 @pytest.mark.sweep

@@ -13,7 +13,6 @@ from parallelize import derive_plan
 from parallelize.plan.models.example_inputs import inputs_of
 from parallelize.plan.models.model_source import read_model
 from parallelize.tools.derivation.proof import provable, prove
-from parallelize.tools.derivation.small_config import small_configs, with_state_heads
 from parallelize.tools.derivation.small_model import small_model
 from tests.tools.derivation import own_models as models
 
@@ -55,32 +54,6 @@ def test_a_mixer_that_draws_in_training_is_not_run_as_in_evaluation():
         block.attn.__class__ = DroppingMixer
     derived = derive_plan(model, models.ids())
     assert "scan" not in derived.text and "mlp.up: colwise" in derived.text
-
-
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_state_heads_have_counts_of_their_own(tp):
-    small = next(iter(small_configs(read_model("zamba2").config, tp)))
-    heads, groups = small.n_mamba_heads, small.mamba_ngroups
-    assert groups % tp == 0 and heads in (2 * groups, 3 * groups, 4 * groups)
-    assert heads * small.mamba_headdim == small.mamba_expand * small.hidden_size
-    assert not {heads, groups} & {small.num_attention_heads, small.num_key_value_heads, small.hidden_size}
-
-
-def test_heads_of_linear_attention_keep_their_ratio():
-    config = read_model("qwen3_next").config
-    small = with_state_heads(config, 2)
-    assert small.linear_num_value_heads == 2 * small.linear_num_key_heads
-    sizes = (small.linear_num_key_heads, small.linear_key_head_dim, small.linear_value_head_dim)
-    assert len({*sizes, small.num_attention_heads, small.num_key_value_heads}) == 5
-    assert with_state_heads(read_model("llama").config, 2) is None
-
-
-def test_counts_of_other_parts_are_not_taken():
-    """A plan finds fields by their values: heads of a tower are not those of linear attention, nor their width."""
-    config = read_model("qwen3_5").config
-    config.vision_config.num_heads, config.vision_config.hidden_size = 8, 64
-    text = with_state_heads(config, 2).text_config
-    assert not {8, 64} & {text.linear_num_key_heads, text.linear_num_value_heads, text.linear_key_head_dim}
 
 
 @pytest.mark.sweep

@@ -18,12 +18,10 @@ from parallelize.base.errors import MeshError, ModelError, PlanError
 from parallelize.base.mesh import MeshSpec
 from parallelize.cli import main
 from parallelize.ops import collectives
-from parallelize.plan.models.model_source import read_model
 from parallelize.plan.styles.notation import parse_style
 from parallelize.tools.verification.compare import ORDER
 from parallelize.tools.verification.configuration import Request, build_configuration
 from parallelize.tools.verification.relations import relate
-from parallelize.tools.verification.scale import scaled
 from parallelize.tools.verification.threads import run_ranks
 
 SMALL = {"num_attention_heads": 8, "num_key_value_heads": 2}
@@ -251,41 +249,6 @@ def test_how_local_tensors_relate_to_the_full_one(parts, kind):
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
-
-
-def test_scaling_keeps_the_structure():
-    config = scaled(read_model("llama-3-70b").config, tp=16)
-    # fewer key/value heads than tp ranks
-    assert (config.num_attention_heads // config.num_key_value_heads, config.num_key_value_heads) == (
-        8,
-        8,
-    )
-    assert config.vocab_size % 16 and config.intermediate_size % 16 == 0
-    sizes = [config.hidden_size, config.intermediate_size, config.vocab_size, config.num_attention_heads]
-    assert len(set(sizes)) == len(sizes)
-    gemma = scaled(read_model("gemma3_text", {"num_hidden_layers": 12}).config, tp=2, stages=4)
-    assert len(gemma.layer_types) == gemma.num_hidden_layers == 4 and len(set(gemma.layer_types)) == 2
-    assert gemma.hidden_size != gemma.num_attention_heads * gemma.head_dim and gemma.sliding_window < 11
-    indivisible = scaled(read_model("gpt2").config, tp=8)
-    assert indivisible.n_head == 12  # which 8 does not divide, as in the real model
-
-
-def test_scaling_keeps_the_structure_of_mixtures():
-    config = scaled(read_model("deepseek-v3").config, tp=2, ep=4)
-    assert config.n_routed_experts % 4 == config.n_routed_experts % config.n_group == 0
-    assert config.num_experts_per_tok <= config.topk_group * config.n_routed_experts // config.n_group
-    assert 2 * config.topk_group == config.n_group  # half of the groups, as in the real model
-    assert config.head_dim == config.qk_rope_head_dim == config.qk_head_dim - config.qk_nope_head_dim
-    assert config.qk_nope_head_dim == config.v_head_dim == 2 * config.qk_rope_head_dim
-    widths = [config.hidden_size, config.intermediate_size, config.moe_intermediate_size]
-    widths += [config.q_lora_rank, config.kv_lora_rank, config.vocab_size]
-    assert len(set(widths)) == len(widths) and max(widths) < 100
-    qwen = scaled(read_model("qwen3-235b-a22b").config, tp=2, ep=3)
-    assert qwen.num_experts % 3 and qwen.num_experts > 2 * 3  # 128, which 3 does not divide
-    assert qwen.moe_intermediate_size % 2 == 0 and qwen.moe_intermediate_size != qwen.intermediate_size
-    sparse = scaled(read_model("deepseek_v32").config, tp=1).mlp_layer_types
-    assert set(sparse) == {"dense", "sparse"} and len(sparse) == 3
-    assert scaled(read_model("qwen3_moe", {"moe_intermediate_size": 1535}).config, tp=2).moe_intermediate_size % 2
 
 
 def test_one_dimensional_parameters_are_not_ones_and_zeros():

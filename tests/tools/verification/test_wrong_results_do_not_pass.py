@@ -13,11 +13,9 @@ from torch import nn
 from parallelize import Options, overlap_report, verify
 from parallelize.base.mesh import MeshSpec
 from parallelize.ops import collectives
-from parallelize.plan.models.model_source import read_model
 from parallelize.plan.plan_file import parse_plan
 from parallelize.tools.verification.configuration import Request, build_configurations
 from parallelize.tools.verification.runner import VerificationRun
-from parallelize.tools.verification.scale import _fewer, scaled
 from tests.tools.verification.towers import RULES, Tower, tower
 
 
@@ -83,19 +81,6 @@ def test_every_microbatch_has_rows(mesh):
     request = Request("llama", mesh=MeshSpec.parse(mesh))
     configuration = build_configurations(request)[0][0]
     assert configuration.rows // (request.data_ranks * request.num_microbatches) >= 2
-
-
-def test_kv_heads_of_a_rank():
-    for heads, kv, tp in ((32, 8, 2), (32, 8, 4), (64, 8, 2), (16, 16, 4), (40, 40, 8)):
-        few, few_kv = _fewer(heads, kv, tp)
-        assert few_kv // tp == 2 and few % tp == 0 and (few > few_kv) == (heads > kv)
-    assert _fewer(32, 8, 8)[1] == 8 and _fewer(64, 8, 16)[1] == 8 and _fewer(8, 1, 4)[1] == 1
-
-
-def test_every_layer_kind_and_a_third_layer():
-    gemma = scaled(read_model("gemma3_text").config, tp=2)
-    assert len(set(gemma.layer_types)) == 2 and gemma.num_hidden_layers == 3
-    assert scaled(read_model("llama-3-8b").config, tp=8).num_hidden_layers == 3
 
 
 class Two(nn.Module):

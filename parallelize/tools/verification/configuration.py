@@ -31,10 +31,10 @@ from parallelize.plan.pattern import alternatives, matches
 from parallelize.plan.schema import Plan
 from parallelize.tools.verification.batch import Batch, batch_rows, draw_batch, even_length, sequence_length
 from parallelize.tools.verification.compare import ReferenceValues
+from parallelize.tools.verification.perturbation import let_inputs_require_gradients, perturb
 from parallelize.tools.verification.precision import DTYPES
 from parallelize.tools.verification.scaled_source import scaled_source
 from parallelize.tools.verification.user_errors import blaming
-from parallelize.tools.verification.weights import let_inputs_require_gradients, perturb
 
 T = torch.Tensor
 _FEW_PARAMETERS = 4_000_000

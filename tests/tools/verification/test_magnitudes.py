@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from parallelize.tools.verification.perturbation import perturb
 from parallelize.tools.verification.precision import computing_in
-from parallelize.tools.verification.weights import perturb
 
 
 @pytest.mark.parametrize(("scale", "expected"), [(1.0, 1.0), (0.2, 0.2), (1e-6, 0.05)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallelize.plan.models.miniature.roles import Part, Role
+from parallelize.plan.models.miniature.roles import ConfigPart, Role
 from parallelize.plan.models.miniature.rules import Rules, Widths
 
 NARROW, _ROTATED = 6, 16  # channels of a head, and of one of which a part is rotated
@@ -28,7 +28,7 @@ _HIDDEN = (
 MERGED = "spatial_merge_size"  # of patches along each side, whose positions along two sides are rotated
 
 
-def main_hidden(part: Part) -> str:
+def main_hidden(part: ConfigPart) -> str:
     """The field of the width of a part's layers: where `embed_dim` stands beside `hidden_size`, the latter is that of
     the output."""
     return min((name for name, _ in part.numbers(Role.HIDDEN)), key=_HIDDEN.index, default="")
@@ -41,7 +41,7 @@ class Heads:
         count, width: how many there are now, and their channels. hidden: the hidden size. All 1: the part has no heads.
     """
 
-    def __init__(self, part: Part, widths: Widths, rules: Rules):
+    def __init__(self, part: ConfigPart, widths: Widths, rules: Rules):
         self.part, self.widths, self.rules = part, widths, rules
         self.count = self.width = self.hidden = 1
         name = main_hidden(part)
@@ -75,9 +75,9 @@ class Heads:
         if _BOXES & fields.keys():  # boxes make up the hidden size
             return heads, kv_heads
         if "kv_lora_rank" in fields and kv_heads:  # whose keys and values each head has
-            few, _ = rules.heads(heads, 0)
+            few, _ = self.widths.heads(heads, 0)
             return few, max(1, kv_heads * few // heads)
-        few, few_kv = rules.heads(heads, kv_heads)
+        few, few_kv = self.widths.heads(heads, kv_heads)
         packed = rules.tp * _PACKED.get(getattr(self.part.small, "model_type", ""), 1)
         if not kv_heads and heads % packed == 0:
             few = -(-few // packed) * packed

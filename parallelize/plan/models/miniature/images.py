@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallelize.plan.models.miniature.roles import Part, Role
+from parallelize.plan.models.miniature.roles import ConfigPart, Role
 
 PATCHES = 4
 """Patches along each side of an image."""
@@ -13,7 +13,7 @@ _UNITS = "masked_unit_size"  # of patches, in every stage
 _WINDOW = 3  # patches along each side of a window, in a model of stages
 
 
-def shrink_images(parts: list[Part]) -> None:
+def shrink_images(parts: list[ConfigPart]) -> None:
     """Change the sizes of images in the parts of a config."""
     sizes = [_patch(part) for part in parts]
     patch = next((size for size in sizes if size > 4), max(sizes, default=0))
@@ -32,7 +32,7 @@ def shrink_images(parts: list[Part]) -> None:
             part["mm_tokens_per_image"] = (PATCHES // 2) ** 2
 
 
-def _side_of_windows(part: Part) -> int:
+def _side_of_windows(part: ConfigPart) -> int:
     """The pixels along each side of one window in the last stage, where images are half as wide after each; 0: there
     are no windows."""
     stages = next((len(depths) for _, depths in part.lists(Role.DEPTHS)), 0)
@@ -43,7 +43,7 @@ def _side_of_windows(part: Part) -> int:
     return patch * min(window, _WINDOW) * 2 ** (stages - 1)
 
 
-def _patch(part: Part) -> int:
+def _patch(part: ConfigPart) -> int:
     size = part.real.get("patch_size")
     size = size[0] if isinstance(size, (list, tuple)) and size else size
     return size if type(size) is int else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallelize.plan.models.miniature.roles import Part, Role
+from parallelize.plan.models.miniature.roles import ConfigPart, Role
 from parallelize.plan.models.miniature.rules import Rules
 
 _MOST = 3
@@ -13,7 +13,7 @@ _SHARED = "num_kv_shared_layers"
 _FEATURES = "vision_feature_layer"
 
 
-def choose_layers(part: Part, rules: Rules) -> None:
+def choose_layers(part: ConfigPart, rules: Rules) -> None:
     """At least three layers, one of each kind, and one for each stage of a pipeline. Lists with a value for each layer
     keep those layers' values, and lists of layers' indexes name layers that there still are."""
     stages = {len(depths) for _, depths in part.lists(Role.DEPTHS)}
@@ -39,7 +39,7 @@ def choose_layers(part: Part, rules: Rules) -> None:
     _keep_features(part)
 
 
-def _kinds(part: Part, counts: set[int], main: int) -> list[Any]:
+def _kinds(part: ConfigPart, counts: set[int], main: int) -> list[Any]:
     """For each layer what it is, where the config lists that, and whether it has keys and values of its own."""
     listed = [
         value
@@ -58,7 +58,7 @@ def _first_of_each_kind(kinds: list[Any], count: int, least: int) -> list[int]:
     return sorted([*chosen, *others[: max(0, least - len(chosen))]])
 
 
-def _keep_features(part: Part) -> None:
+def _keep_features(part: ConfigPart) -> None:
     """Of the layers of a tower whose outputs are read, those that there are: others are the last one."""
     chosen, tower = part.real.get(_FEATURES), part["vision_config"]
     layers = getattr(tower, "num_hidden_layers", None)

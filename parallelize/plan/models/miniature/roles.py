@@ -102,7 +102,7 @@ def parts_of(config: Any) -> list[Any]:
 _SCAN = {"num_heads", "head_dim", "expand"}
 
 
-class Part:
+class ConfigPart:
     """One config of several, with what the real one says.
 
     Attributes:

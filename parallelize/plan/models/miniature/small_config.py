@@ -9,7 +9,7 @@ from parallelize.plan.models.miniature.heads import MERGED, NARROW, Heads, main_
 from parallelize.plan.models.miniature.images import shrink_images
 from parallelize.plan.models.miniature.layers import choose_layers
 from parallelize.plan.models.miniature.rates import without_dropout
-from parallelize.plan.models.miniature.roles import Part, Role, parts_of
+from parallelize.plan.models.miniature.roles import ConfigPart, Role, parts_of
 from parallelize.plan.models.miniature.rules import MAX_CHOICES, Rules, Widths, few_groups
 from parallelize.plan.models.miniature.states import scale_states
 
@@ -48,7 +48,7 @@ def small_config(config: Any, rules: Rules) -> Any:
     Raises: whatever the class of the config raises for sizes that it does not take.
     """
     small = copy.deepcopy(config)
-    parts = [Part(new, real) for new, real in zip(parts_of(small), parts_of(config), strict=True)]
+    parts = [ConfigPart(new, real) for new, real in zip(parts_of(small), parts_of(config), strict=True)]
     for part in parts if not rules.ratios_kept else ():
         _fill_open(part)
     widths = Widths(rules)
@@ -57,7 +57,8 @@ def small_config(config: Any, rules: Rules) -> Any:
         choose_layers(part, rules)
     if rules.only_layers:
         return small
-    for scaling in [_Scaling(part, widths, rules) for part in parts]:
+    first = sorted(parts, key=lambda part: not part.first(Role.KV_HEADS))  # others have other counts than their heads
+    for scaling in [_Scaling(part, widths, rules) for part in first]:
         scaling.run(parts)
     _match_outputs(small, parts)
     shrink_images(parts)
@@ -65,7 +66,7 @@ def small_config(config: Any, rules: Rules) -> Any:
     return small
 
 
-def _fill_open(part: Part) -> None:
+def _fill_open(part: ConfigPart) -> None:
     """Give a family a number where a config leaves one open, which its class may read."""
     heads, hidden = part.first(Role.HEADS), part.number("hidden_size")
     own = ({"num_key_value_heads": heads}, {"head_dim": hidden // heads}) if heads and hidden else ()
@@ -80,13 +81,13 @@ def _fill_open(part: Part) -> None:
 class _Scaling:
     """Makes one part of a config small, whose heads are small already."""
 
-    def __init__(self, part: Part, widths: Widths, rules: Rules):
+    def __init__(self, part: ConfigPart, widths: Widths, rules: Rules):
         self.part, self.widths, self.rules = part, widths, rules
         self.heads = Heads(part, widths, rules)
         self.staged: set[str] = set()
         self._scale_stages()
 
-    def run(self, parts: list[Part]) -> None:
+    def run(self, parts: list[ConfigPart]) -> None:
         """Make small all that follows from the hidden sizes of the parts."""
         name = main_hidden(self.part)
         hidden, few = self.part.number(name), scale_states(self.part, parts, self.rules)
@@ -195,7 +196,7 @@ class _Scaling:
             part["dim_bbox_projection"] = hidden // self.heads.count
 
 
-def _match_outputs(config: Any, parts: list[Part]) -> None:
+def _match_outputs(config: Any, parts: list[ConfigPart]) -> None:
     """A tower's output takes the place of tokens, so that it has the width of the text, which default configs may not
     say."""
     text = getattr(config, "text_config", None)
@@ -214,7 +215,7 @@ def _match_outputs(config: Any, parts: list[Part]) -> None:
             part["hidden_size"] = width
 
 
-def _shrink_vocabulary(parts: list[Part], rules: Rules) -> None:
+def _shrink_vocabulary(parts: list[ConfigPart], rules: Rules) -> None:
     """Small vocabularies, whose last ids stand for images and the like."""
     size = rules.vocabulary
     ids: dict[int, int] = {}

@@ -10,7 +10,7 @@ from itertools import product
 from math import lcm
 from typing import Any
 
-from parallelize.plan.models.miniature.roles import Part, Role
+from parallelize.plan.models.miniature.roles import ConfigPart, Role
 from parallelize.plan.models.miniature.rules import Rules
 
 _HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
@@ -25,7 +25,7 @@ _LINEAR_WIDTHS = ("linear_key_head_dim", "linear_value_head_dim", "linear_head_d
 _NARROWEST, _WIDTH, _STATE, _CHUNK = 4, 6, 10, 4
 
 
-def scale_states(part: Part, parts: list[Part], rules: Rules) -> int:
+def scale_states(part: ConfigPart, parts: list[ConfigPart], rules: Rules) -> int:
     """Few narrow state heads, whose counts no other field of the config has. Returns the hidden size that follows from
     those of a part without attention; 0: it does not follow."""
     if any(part.number(name) for name in _STATES):
@@ -36,7 +36,7 @@ def scale_states(part: Part, parts: list[Part], rules: Rules) -> int:
     return _scale_scan(part, parts, rules)
 
 
-def _scale_scan(part: Part, parts: list[Part], rules: Rules) -> int:
+def _scale_scan(part: ConfigPart, parts: list[ConfigPart], rules: Rules) -> int:
     names = [_field(part, names) for names in (_HEADS, _WIDTHS, _GROUPS, _STATES)]
     if not all(names):
         return 0
@@ -72,7 +72,7 @@ def _choices(heads: int, groups: int, rules: Rules) -> tuple[Any, Any]:
     return [groups], [ratio for ratio in (2 * least, *range(least, 8 * least, least)) if groups * ratio <= heads]
 
 
-def _total(part: Part, real: int, expand: float) -> int:
+def _total(part: ConfigPart, real: int, expand: float) -> int:
     """The width of all heads together, where it follows from a hidden size that is that of attention too; 0: it is
     free."""
     hidden, small = part.number("hidden_size"), part["hidden_size"]
@@ -82,7 +82,7 @@ def _total(part: Part, real: int, expand: float) -> int:
     return int(expand * small) if has_attention and expand and expand * hidden == real else 0
 
 
-def _scale_linear_heads(part: Part, parts: list[Part], rules: Rules) -> None:
+def _scale_linear_heads(part: ConfigPart, parts: list[ConfigPart], rules: Rules) -> None:
     """Heads of linear attention, in the ratio of values to keys that they have."""
     heads = {name: value for name in _LINEAR_HEADS if (value := part.number(name))}
     widths = [name for name in _LINEAR_WIDTHS if part.number(name)]
@@ -101,13 +101,13 @@ def _scale_linear_heads(part: Part, parts: list[Part], rules: Rules) -> None:
             return
 
 
-def _counts(parts: list[Part], own: list[str]) -> set[int]:
+def _counts(parts: list[ConfigPart], own: list[str]) -> set[int]:
     """The numbers of heads, groups and channels of all parts, other than these fields of a part."""
     roles = (Role.HEADS, Role.KV_HEADS, Role.HEAD_WIDTH, Role.HIDDEN, Role.STATE)
     names = {name for part in parts for name, _ in part.numbers(*roles)} - {*own}
     return {value for part in parts for name in names if type(value := part[name]) is int and value > 1}
 
 
-def _field(part: Part, names: tuple[str, ...], types: tuple[type, ...] = (int,)) -> str:
+def _field(part: ConfigPart, names: tuple[str, ...], types: tuple[type, ...] = (int,)) -> str:
     """The first of these fields that a config has with a number; empty: none."""
     return next((name for name in names if type(part.real.get(name)) in types), "")

@@ -75,9 +75,9 @@ class Heads:
         if _BOXES & fields.keys():  # boxes make up the hidden size
             return heads, kv_heads
         if "kv_lora_rank" in fields and kv_heads:  # whose keys and values each head has
-            few, _ = rules.heads(heads, 0)
+            few, _ = self.widths.heads(heads, 0)
             return few, max(1, kv_heads * few // heads)
-        few, few_kv = rules.heads(heads, kv_heads)
+        few, few_kv = self.widths.heads(heads, kv_heads)
         packed = rules.tp * _PACKED.get(getattr(self.part.small, "model_type", ""), 1)
         if not kv_heads and heads % packed == 0:
             few = -(-few // packed) * packed

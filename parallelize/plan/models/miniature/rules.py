@@ -104,12 +104,24 @@ class Widths:
         self.rules, self.ratio = rules, _RATIO
         self.new: dict[int, int] = {}
         self.inner: dict[int, int] = {}  # of MLPs, which equal no other width
+        self.counts: dict[tuple[int, int], tuple[int, int]] = {}  # of heads and key/value heads
         self.hidden, self.few = 1, 1
 
     def begin(self, hidden: int, few: int) -> None:
         """Begin a part whose hidden size becomes `few`."""
         self.new.setdefault(hidden, few)
         self.hidden, self.few, self.ratio = hidden, few, few / hidden
+
+    def heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
+        """As `Rules.heads`; of a family with distinct sizes, other counts than those of parts with other heads."""
+        few, few_kv = self.rules.heads(heads, kv_heads)
+        step = 2 * self.rules.tp
+        while self.rules.distinct and not self.rules.ratios_kept and (heads, kv_heads) not in self.counts:
+            taken = {count for counts in self.counts.values() for count in counts}
+            if not taken & {few, few_kv}:
+                break
+            few, few_kv = (few + _GROUP * step, few_kv + step) if kv_heads else (few + step, few + step)
+        return self.counts.setdefault((heads, kv_heads), (few, few_kv))
 
     def is_taken(self, width: int) -> bool:
         return width in self.new.values()

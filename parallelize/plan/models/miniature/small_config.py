@@ -57,7 +57,8 @@ def small_config(config: Any, rules: Rules) -> Any:
         choose_layers(part, rules)
     if rules.only_layers:
         return small
-    for scaling in [_Scaling(part, widths, rules) for part in parts]:
+    first = sorted(parts, key=lambda part: not part.first(Role.KV_HEADS))  # others have other counts than their heads
+    for scaling in [_Scaling(part, widths, rules) for part in first]:
         scaling.run(parts)
     _match_outputs(small, parts)
     shrink_images(parts)

@@ -225,3 +225,15 @@ def test_a_tower_returns_what_the_text_reads():
         assert small.vision_config.out_hidden_size == small.text_config.hidden_size != small.vision_config.hidden_size
         sections = small.text_config.rope_parameters["mrope_section"]
         assert 2 * sum(sections) == small.text_config.hidden_size // small.text_config.num_attention_heads
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", ["Llava", "Qwen2VL", "CLIP"])
+def test_towers_have_other_numbers_of_heads_than_the_text_of_a_family(name, tp):
+    """A plan finds fields by their values: the heads of a tower are not the key/value heads of the text."""
+    config = getattr(transformers, f"{name}Config")()
+    small = small_config(config, Rules(tp, ratios_kept=False))
+    text, tower = small.text_config, small.vision_config
+    heads = getattr(tower, "num_heads", None) or tower.num_attention_heads
+    assert heads % (2 * tp) == 0
+    assert heads not in (text.num_attention_heads, getattr(text, "num_key_value_heads", None))

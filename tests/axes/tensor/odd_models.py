@@ -40,7 +40,8 @@ class Layer(nn.Module):
             nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
             nn.Conv1d(WIDTH, WIDTH, 1),
         )
-        self.table = nn.Buffer(torch.randn(64, WIDTH))
+        generator = torch.Generator().manual_seed(0)  # a buffer is the same on every rank
+        self.table = nn.Buffer(torch.randn(64, WIDTH, generator=generator))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.tokens is None else self.tokens(self, x)

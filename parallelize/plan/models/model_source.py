@@ -231,7 +231,8 @@ def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any
         fix = 'have the function return {"model": ..., "inputs": lambda batch, sequence: {...}}'
         raise ModelError(Problem("unknown-inputs", f"{type(model).__name__} has no embedding of ids", fix=fix))
     config = getattr(model, "config", None)
-    vocabulary = getattr(config, "vocab_size", None) or max(table.num_embeddings for table in tables)
+    sizes = (getattr(part, "vocab_size", None) for part in (config, getattr(config, "text_config", None)))
+    vocabulary = next(filter(None, sizes), None) or max(table.num_embeddings for table in tables)
     ids = torch.randint(0, vocabulary, (batch, sequence))
     inputs: dict[str, Any] = {_name_of_ids(model): ids}
     if hasattr(config, "use_cache"):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
 from parallelize import lint
 from parallelize.base.errors import ModelError
-from parallelize.plan.models.model_source import parse_overrides, read_model, source_of
+from parallelize.plan.models.model_source import default_inputs, parse_overrides, read_model, source_of
 from tests.support.models import tiny_model
 
 
@@ -41,3 +44,10 @@ def test_a_config_is_a_model_too():
         source_of(config, {"num_hiden_layers": 1})
     with pytest.raises(ModelError, match="bad-config"):
         source_of(transformers.LlamaConfig(num_hidden_layers=10**6))
+
+
+def test_ids_are_in_the_vocabulary_of_the_text_whatever_other_tables_there_are():
+    """As of a tower with more positions than the text has tokens, whose images are not known."""
+    model = nn.ModuleDict({"positions": nn.Embedding(500, 2), "tokens": nn.Embedding(7, 2)})
+    model.config = SimpleNamespace(text_config=SimpleNamespace(vocab_size=7))
+    assert int(default_inputs(model, 50, 4)["targets"].max()) < 7

@@ -68,10 +68,12 @@ def _memory_gb() -> float | None:
 
 
 def _command() -> str:
-    """This process's module and arguments, without the path that the result is written to."""
+    """This process's module and arguments, without the path that the result is written to; of a file elsewhere on the
+    machine its name."""
     module = Path(sys.argv[0]).stem
     arguments = sys.argv[1:]
     while "--json" in arguments:
         index = arguments.index("--json")
         del arguments[index : index + 2]
-    return " ".join([f"-m benchmarks.{module}", *arguments])
+    named = [Path(text).name if Path(text).is_absolute() else text for text in arguments]
+    return " ".join([f"-m benchmarks.{module}", *named])

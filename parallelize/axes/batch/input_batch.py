@@ -65,12 +65,17 @@ class BatchForm:
         return InputBatch(self, args, kwargs, targets)
 
     def _hides_documents(self, mask: Any, positions: Any) -> bool:
-        """Whether a mask has no padding, beside positions of several documents, and the model runs without one."""
+        """Whether a mask has no padding, beside positions of several documents, and the model runs without one.
+
+        A document begins at 0. Positions that go on elsewhere, such as those that train longer contexts by gaps, are of
+        one document, which the stock model would take for several without its mask.
+        """
         given = all(isinstance(value, T) and value.ndim == 2 and not value.is_meta for value in (mask, positions))
         parameter = self.signature.parameters.get(MASK)
         if not given or parameter is None or parameter.default is not None:
             return False
-        return bool((positions.diff(dim=-1) != 1).any() and mask.bool().all())
+        breaks, restarts = positions.diff(dim=-1) != 1, positions[:, 1:] == 0
+        return bool(breaks.any() & (breaks <= restarts).all()) and bool(mask.bool().all())
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def test_masks_that_say_something_stay():
     form = BatchForm(model)
     ones, padded = torch.ones_like(POSITIONS), (torch.arange(10) > 2).expand(ROWS, -1)
     one_document = torch.arange(10).expand(ROWS, -1)
-    for mask, positions in ((padded, POSITIONS), (ones, one_document), (ones, None)):
+    gaps = one_document + 100 * (one_document >= 3)  # a document whose positions go on further away
+    for mask, positions in ((padded, POSITIONS), (ones, one_document), (ones, gaps), (ones, None)):
         batch = form.step_batch((), {"input_ids": IDS, "attention_mask": mask, "position_ids": positions})
         assert batch.mask is mask
     assert form.step_batch((), {"attention_mask": ones, "position_ids": POSITIONS}).mask is None

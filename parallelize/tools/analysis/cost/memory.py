@@ -8,16 +8,17 @@ largest; under ZeRO 3 as units run.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from parallelize.axes.pipeline.schedules import Action
 from parallelize.axes.pipeline.step_runner import AHEAD
 from parallelize.axes.pipeline.timeline import Receive, Send
 from parallelize.plan.parameter_shards import ParameterShard, stored_elements, zero_groups
-from parallelize.tools.analysis.cost.data_axes import MOMENTUM_BYTES, buckets_of, view_of
+from parallelize.tools.analysis.cost.data_axes import MOMENTUM_BYTES, view_of
 from parallelize.tools.analysis.cost.in_flight import has_closed_form, stages_in_flight
 from parallelize.tools.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
+from parallelize.tools.analysis.cost.stored_gradients import SplitGradients, is_buffered, is_split, pool_bytes
 from parallelize.tools.analysis.cost.training_step import RankStep, receives_early
 from parallelize.tools.analysis.record.constants import constant
 from parallelize.tools.analysis.record.trace_data import Segment
@@ -33,7 +34,8 @@ class StoredBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Moment:
-    """One segment of one action: bytes of activations and new gradients before it, at its peak, and after it."""
+    """One segment of one action: bytes before it, at its peak, and after it. All that comes and goes in a step counts:
+    activations, new gradients, and what ZeRO 3 gathers."""
 
     action: str
     unit: str
@@ -52,6 +54,7 @@ class RankMemory:
         buffers: communication buffers, the largest sum at any time.
         peak: the largest sum of everything. peak_at: its action and unit.
         moments: the step in order.
+        fixed_gradients, fixed_buffers: what of the gradients and buffers is allocated over the whole step.
     """
 
     parameters: int
@@ -62,6 +65,8 @@ class RankMemory:
     peak: int
     peak_at: str
     moments: tuple[Moment, ...] = ()
+    fixed_gradients: int = 0
+    fixed_buffers: int = 0
 
 
 def _new_gradients(step: RankStep) -> int:
@@ -97,33 +102,46 @@ def memory_of(step: RankStep, by_segment: bool = True, walks: bool = True) -> Ra
     setting, shards = step.setting, step.shards
     without_gradient = {shard.name for shard in shards if not step.has_gradient(shard.name)}
     parameters, gradients, optimizer = stored_bytes(shards, setting, step.matrices.names, without_gradient)
-    preallocated = gradients - (0 if _preallocates_gradients(setting) else _new_gradients(step))
+    fixed = _fixed_gradients(step, gradients)
+    pool = pool_bytes(shards, setting)
     walk: _MemoryWalk | _MicrobatchWalk
     if walks or not _has_arithmetic(setting):
         walk = _MemoryWalk(step, by_segment)
     else:
-        walk = _MicrobatchWalk(step)
+        walk = _MicrobatchWalk(step, gradients - fixed)
     moments = tuple(walk.moments())
-    buffers = buffer_bytes(shards, setting) + max(walk.peak_with_units - walk.peak_activations, 0)
     top = max(moments, key=lambda moment: moment.peak, default=Moment("", "", 0, 0, 0))
-    base = parameters + optimizer + preallocated
-    end_of_backward = _end_of_backward(shards, setting)
+    at_end = gradients - fixed
+    most = max(
+        top.peak + pool,
+        walk.finished + pool,
+        at_end + max(pool, step.matrices.buffer_bytes),
+        at_end + pool + _stepped(shards, setting),
+        at_end + _end_of_backward(shards, setting),
+    )
     return RankMemory(
         parameters,
         gradients,
         optimizer,
         walk.peak_activations,
-        buffers,
-        base
-        + max(
-            top.peak + buffers,
-            gradients - preallocated + max(buffers, step.matrices.buffer_bytes),
-            end_of_backward,
-            _stepped(shards, setting) + gradients - preallocated,
-        ),
+        pool + max(walk.peak_with_units - walk.peak_activations, 0),
+        parameters + optimizer + fixed + most,
         f"{top.action} {top.unit}".strip(),
         moments,
+        fixed,
+        pool,
     )
+
+
+def _fixed_gradients(step: RankStep, gradients: int) -> int:
+    """Bytes of the gradients that are stored before the first backward. gradients: bytes after the last one."""
+    setting = step.setting
+    if is_buffered(setting):
+        return gradients
+    if is_split(setting):
+        whole = [shard for shard in step.shards if shard.trained and shard.splits.gradient == 1]
+        return sum(shard.numel + 1 for shard in whole) * setting.gradient_bytes if setting.zero == 2 else 0
+    return 0 if setting.zero == 3 else gradients - _new_gradients(step)
 
 
 def _stepped(shards: Sequence[ParameterShard], setting: Setting) -> int:
@@ -148,85 +166,117 @@ def device_bytes(tensors: float, setting: Setting, memory_bytes: float, *, at_li
     return tensors * (1 + beside) + min(system.reserve, RESERVED_MOST * memory_bytes)
 
 
-def _preallocates_gradients(setting: Setting) -> bool:
-    """Whether gradients have their memory before the first backward."""
-    return setting.uses_reducer or setting.zero == 3
-
-
 def _has_arithmetic(setting: Setting) -> bool:
-    return has_closed_form(setting.schedule) and _preallocates_gradients(setting) and setting.transport != "gloo"
+    has_steady_gradients = setting.uses_reducer or setting.zero == 3
+    return has_closed_form(setting.schedule) and has_steady_gradients and setting.transport != "gloo"
 
 
 class _MicrobatchWalk:
-    """The peaks of a rank from one microbatch in each of its stages, beside those that wait."""
+    """The peaks of a rank from one microbatch in each of its stages, beside those that wait.
 
-    def __init__(self, step: RankStep):
+    Args:
+        new_gradients: bytes of gradients that a step makes. They are there at every moment but those of a step whose
+            microbatches all wait for the first backward.
+    """
+
+    def __init__(self, step: RankStep, new_gradients: int):
         setting, ranks = step.setting, step.setting.size("pp")
-        is_split = setting.zero == 3 and setting.size(setting.shard_axis) > 1
-        units = GatheredUnits(step.shards, setting) if is_split else None
+        units = GatheredUnits(step.shards, setting) if setting.zero == 3 and is_split(setting) else None
         waiting = stages_in_flight(ranks, len(step.local_stages), setting.step_microbatches, step.pp_rank)
         actions = [step.segments(stage, later=True) for stage in step.local_stages]
         nets = [sum(curve_of(segment).net for segment in action.forward) for action in actions]
         waiting_bytes = sum(count * nets[index] for index, count in waiting.items())
-        self.peak_activations, self.peak_with_units = waiting_bytes, 0
-        self.top = Moment("", "", 0, waiting_bytes, 0)
+        is_steady = waiting.total() < setting.step_microbatches * len(step.local_stages)
+        stored = new_gradients if is_steady else 0
+        self.peak_activations, self.peak_with_units, self.finished = waiting_bytes, 0, new_gradients
+        self.top = Moment("", "", 0, waiting_bytes + stored, 0)
         for index, (stage, action) in enumerate(zip(step.local_stages, actions, strict=True)):
             for kind, segments, before in (
                 ("F", action.forward, waiting_bytes - nets[index]),
                 ("B", action.backward, waiting_bytes),
             ):
-                unit, curve = _joined([(segment.unit, curve_of(segment)) for segment in segments])
-                if before + curve.peak > self.top.peak:
-                    self.peak_activations = before + curve.peak
-                    self.top = Moment(f"{stage}{kind}", unit, before, before + curve.peak, before + curve.net)
+                curves = _curves(segments, units, is_backward=kind == "B")
                 if units is not None:
-                    peak = units.peak(segments, is_backward=kind == "B")
-                    self.peak_with_units = max(self.peak_with_units, before + peak)
+                    self.peak_with_units = max(self.peak_with_units, before + _joined(curves)[1].peak_all)
+                else:  # gradients are added to those of earlier microbatches
+                    curves = [(unit, replace(curve, net_all=curve.net, peak_all=curve.peak)) for unit, curve in curves]
+                self.peak_activations = max(self.peak_activations, before + _joined(curves)[1].peak)
+                if kind == "B" and not is_steady:
+                    curves = _with_rows(curves, new_gradients)
+                unit, curve = _joined(curves)
+                if before + stored + curve.peak_all > self.top.peak:
+                    now = before + stored
+                    self.top = Moment(f"{stage}{kind}", unit, now, now + curve.peak_all, now + curve.net_all)
 
     def moments(self) -> Iterator[Moment]:
         """The highest one."""
         yield self.top
 
 
+def _with_rows(curves: Sequence[tuple[str, Curve]], total: int) -> list[tuple[str, Curve]]:
+    """Curves of the units of a backward, each of which leaves an equal part of `total` bytes."""
+    part = total // max(len(curves), 1)
+    return [(unit, replace(curve, net_all=curve.net_all + part)) for unit, curve in curves]
+
+
 class _MemoryWalk:
-    """Adds up a rank's changes, action by action."""
+    """Adds up a rank's changes, action by action.
+
+    Attributes:
+        peak_activations: of activations alone. peak_with_units: and of what ZeRO 3 gathers.
+        finished: the most bytes of gradients that come and go as what is left of them is reduced.
+    """
 
     def __init__(self, step: RankStep, by_segment: bool):
         self.step, self.by_segment = step, by_segment
-        self.peak_activations = 0
-        self._curves: dict[tuple[int, str, bool], list[tuple[str, Curve]]] = {}
+        self.peak_activations = self.peak_with_units = self.finished = 0
+        self._known: dict[tuple[int, str, bool], list[tuple[str, Curve]]] = {}
         self._completing = "BI" if step.split_trace is None else "BW"  # actions that complete a microbatch's gradients
         self._gloo = step.setting.transport == "gloo"  # it does not report that a message was sent, so tensors stay
         self._last_sent_back = 0  # bytes of the gradient that was sent last
         self._begun: set[int] = set()  # stages that have run a backward
-        self._preallocated = _preallocates_gradients(step.setting)
-        is_split = step.setting.zero == 3 and step.setting.size(step.setting.shard_axis) > 1
-        self._units = GatheredUnits(step.shards, step.setting) if is_split else None
-        self.peak_with_units = 0  # of activations, gathered parameters and full gradients, under ZeRO 3
-        self._peaks_with_units: dict[tuple[int, str], int] = {}
+        self._buffered = is_buffered(step.setting)
+        self._split = SplitGradients(step) if is_split(step.setting) else None
+        gathers = step.setting.zero == 3 and self._split is not None
+        self._units = GatheredUnits(step.shards, step.setting) if gathers else None
 
     def moments(self) -> Iterator[Moment]:
         steps = self.step.steps
         early = receives_early(steps, AHEAD if self._gloo else 0)
-        activations = everything = 0
+        activations = gradients = 0
         for index, action in enumerate(steps):
-            moved = sum(self._received(receive) for receive in early.get(index, ()))
-            moved -= self._sent(action) if isinstance(action, Send) else 0
-            activations, everything = activations + moved, everything + moved
+            activations += sum(self._received(receive) for receive in early.get(index, ()))
+            activations -= self._sent(action) if isinstance(action, Send) else 0
             if not isinstance(action, Action):
                 continue
-            if self._units is not None:
-                self.peak_with_units = max(
-                    self.peak_with_units, activations + self._peak_with_units(action, self._units)
-                )
-            for unit, curve in self._curves_of(action):
-                self.peak_activations = max(self.peak_activations, activations + curve.peak)
-                after = everything + curve.net_all
-                yield Moment(str(action), unit, everything, everything + curve.peak_all, after)
-                activations, everything = activations + curve.net, after
+            curves = self._curves_of(action)
+            stored = [gradients] if self._split is None else self._split.before_each(action, [unit for unit, _ in curves])
+            found = list(self._moments_of(action, curves, stored, activations))
+            yield from found if self.by_segment else [_highest(found)]
+            activations += sum(curve.net for _, curve in curves)
+            gradients += sum(curve.net_all - curve.net for _, curve in curves)
             if action.kind in self._completing:
-                freed = self._freed_outputs(action.stage)
-                activations, everything = activations - freed, everything - freed
+                activations -= self._freed_outputs(action.stage)
+        if self._split is not None:
+            self.finished = self._split.finish()
+
+    def _moments_of(
+        self, action: Action, curves: Sequence[tuple[str, Curve]], stored: Sequence[int], activations: int
+    ) -> Iterator[Moment]:
+        """The moments of an action. stored: bytes of gradients before each unit, or, where its curve has them, before
+        the first one."""
+        gradients = stored[0] if stored else 0
+        for n, (unit, curve) in enumerate(curves):
+            self.peak_activations = max(self.peak_activations, activations + curve.peak)
+            if self._units is not None:
+                self.peak_with_units = max(self.peak_with_units, activations + curve.peak_all)
+            before = activations + gradients
+            activations += curve.net
+            if self._split is None:
+                gradients += curve.net_all - curve.net
+            else:
+                gradients = stored[n + 1] if n + 1 < len(stored) else self._split.stored
+            yield Moment(str(action), unit, before, before + curve.peak_all, activations + gradients)
 
     def _sent(self, send: Send) -> int:
         """Bytes freed by a send: the gradient that was sent back before has arrived by now."""
@@ -243,26 +293,16 @@ class _MemoryWalk:
 
     def _curves_of(self, action: Action) -> list[tuple[str, Curve]]:
         """(unit, curve) of what an action runs; computed once for equal actions."""
-        later = self._units is None and (self._preallocated or action.stage in self._begun)
+        later = self._units is None and (self._buffered or (self._split is None and action.stage in self._begun))
         if action.kind in self._completing:
             self._begun.add(action.stage)
         key = (action.stage, action.kind, later)
-        if key not in self._curves:
+        if key not in self._known:
             segments = self.step.segments(action.stage, later).of(action.kind)
-            curves = [(segment.unit, curve_of(segment)) for segment in segments]
-            if self._units is not None:  # full gradients are counted with the units
-                curves = [(unit, Curve(curve.net, curve.peak, curve.net, curve.peak)) for unit, curve in curves]
-            self._curves[key] = curves if self.by_segment else [_joined(curves)]
-        return self._curves[key]
-
-    def _peak_with_units(self, action: Action, units: GatheredUnits) -> int:
-        """The highest sum in an action, over that before it: full gradients of a unit stay until the unit has run
-        backward."""
-        key = (action.stage, action.kind)
-        if key not in self._peaks_with_units:
-            segments = self.step.segments(action.stage, later=False).of(action.kind)
-            self._peaks_with_units[key] = units.peak(segments, is_backward=action.kind != "F")
-        return self._peaks_with_units[key]
+            curves = _curves(segments, self._units, is_backward=action.kind != "F")
+            joins = not self.by_segment and self._split is None
+            self._known[key] = [_joined(curves)] if joins else curves
+        return self._known[key]
 
     def _received(self, receive: Receive) -> int:
         boundary = self.step.boundary(receive.stage + (receive.direction == "B"))
@@ -284,7 +324,7 @@ def stored_bytes(
         matrices: names of parameters that Muon steps as matrices.
         without_gradient: names of parameters that no backward reaches: an optimizer makes no state for them.
     """
-    elements = stored_elements(shards, setting.zero, counts_gradients=_preallocates_gradients(setting))
+    elements = stored_elements(shards, setting.zero, counts_gradients=setting.uses_reducer)
     codes = [shard for shard in shards if shard.code_bytes]
     code_bytes = sum(shard.padded_numel(shard.splits.parameter) * shard.code_bytes for shard in codes)
     values = elements.parameters - sum(shard.padded_numel(shard.splits.parameter) for shard in codes)
@@ -308,27 +348,6 @@ def _state_bytes(shards: Sequence[ParameterShard], setting: Setting, matrices: C
 
 def _optimizer_elements(shards: Sequence[ParameterShard], setting: Setting) -> int:
     return stored_elements(shards, setting.zero, counts_gradients=False).optimizer
-
-
-def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
-    """Communication buffers.
-
-    ZeRO 2 has flat buckets for two reductions at once. Deferred reductions store full gradients until the step ends.
-    (Those of ZeRO 3 depend on the unit that runs.)
-    """
-    if setting.size(setting.shard_axis) == 1:
-        return 0
-    deferred = sum(shard.numel for shard in shards if shard.trained) * setting.gradient_bytes if setting.defer else 0
-    if setting.zero == 2:
-        split = [bucket for bucket in buckets_of(shards, setting) if bucket[0].shape]
-        numels = []
-        for bucket in split:
-            ranks = view_of(bucket[0], setting).ranks
-            copies = 2 * ranks + 1 if setting.transport == "gloo" else ranks + 1  # sent, (received with gloo), summed
-            if ranks > 1:
-                numels.append((sum(shard.padded_numel(ranks) for shard in bucket) + len(bucket)) * copies)
-        return sum(sorted(numels)[-2:]) * setting.gradient_bytes + deferred
-    return deferred if setting.zero == 3 else 0
 
 
 def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting) -> int:
@@ -380,19 +399,15 @@ class GatheredUnits:
             self._known[unit] = self._buffers(unit)
         return self._known[unit]
 
-    def peak(self, segments: Sequence[Segment], is_backward: bool) -> int:
-        """The highest sum of activations, gathered parameters and full gradients in an action, over activations before
-        it."""
-        peak = net = scattered = 0  # scattered: bytes of gradients of the unit before, which are being reduced
+    def beside(self, segments: Sequence[Segment], is_backward: bool) -> Iterator[tuple[int, int]]:
+        """(bytes as each segment begins, bytes while it runs) of gathered parameters and of full gradients on their
+        way."""
+        scattered = 0  # bytes of gradients of the unit before, which are being reduced
         buffers = [self.of(segment.unit) for segment in segments]
-        for n, (segment, own) in enumerate(zip(segments, buffers, strict=True)):
-            curve = curve_of(segment)
+        for n, own in enumerate(buffers):
             following = next((unit.beside for unit in buffers[n + 1 :] if unit.beside), 0)
-            running = own.running + (following + scattered if is_backward else 0)
-            peak = max(peak, net + own.start, net + curve.peak_all + running)
-            net += curve.net
+            yield own.start, own.running + (following + scattered if is_backward else 0)
             scattered = own.gradients or scattered
-        return peak
 
     def _buffers(self, unit: str) -> UnitBuffers:
         compute = self.setting.compute_bytes
@@ -434,6 +449,27 @@ class Curve:
     peak: int
     net_all: int
     peak_all: int
+
+
+def _curves(
+    segments: Sequence[Segment], units: GatheredUnits | None, is_backward: bool
+) -> list[tuple[str, Curve]]:
+    """(unit, curve) of each segment. Under ZeRO 3 full gradients, which stay until the unit has run backward, and what
+    is gathered count at its peak alone."""
+    curves = [(segment.unit, curve_of(segment)) for segment in segments]
+    if units is None:
+        return curves
+    beside = units.beside(segments, is_backward)
+    return [
+        (unit, replace(curve, net_all=curve.net, peak_all=max(start, curve.peak_all + running)))
+        for (unit, curve), (start, running) in zip(curves, beside, strict=True)
+    ]
+
+
+def _highest(moments: Sequence[Moment]) -> Moment:
+    """One moment for all of an action, with the unit where it is highest."""
+    top = max(moments, key=lambda moment: moment.peak)
+    return replace(top, before=moments[0].before, after=moments[-1].after)
 
 
 def curve_of(segment: Segment) -> Curve:

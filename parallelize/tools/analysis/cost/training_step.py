@@ -321,7 +321,22 @@ def stage_segments(
         _select(source.backward, [*ends, *reversed(units)], trace),
         _select(source.wgrad, [*ends, *reversed(units)], trace),
     ]
-    return _balanced(actions, {trace.representatives[unit] for unit in units} | {OUTSIDE, *ends})
+    balanced = _balanced(actions, {trace.representatives[unit] for unit in units} | {OUTSIDE, *ends})
+    own, every = trace.freed_inputs.get(trace.representatives[units[0]], (0, 0)) if units and stage else (0, 0)
+    return replace(
+        balanced,
+        forward=_with_change(balanced.forward, units[0] if units else "", own),
+        backward=_with_change(balanced.backward, "", -every),
+    )
+
+
+def _with_change(segments: tuple[Segment, ...], unit: str, size: int) -> tuple[Segment, ...]:
+    """The segments, with one more change at the end of that of a unit; "": of the last one."""
+    index = next((n for n, segment in enumerate(segments) if segment.unit == unit), len(segments) - 1)
+    if not size or not segments:
+        return segments
+    changed = replace(segments[index], changes=[*segments[index].changes, MemoryChange(size, 0)])
+    return (*segments[:index], changed, *segments[index + 1 :])
 
 
 def _forward(

@@ -253,7 +253,20 @@ def _crossings(actions: Sequence[list[Event]], units: Sequence[list[str]], marks
             crossings[storage] = _Crossing(first, index, unit)
         elif first == OUTSIDE and marks.layers:  # the first layer's input; other stages have a received tensor instead
             crossings[storage] = _Crossing(marks.layers[0], ABSENT, marks.layers[0])
+        elif unit != marks.carried[storage] and index == 0:  # a variable of the model's own forward keeps it
+            crossings[storage] = _Crossing(first, index, unit)
     return crossings
+
+
+def freed_inputs(actions: Sequence[list[Event]], marks: Marks) -> dict[str, tuple[int, int]]:
+    """Unit -> bytes of its input that a forward frees: its own, and any. A stage that begins at the unit stores its
+    input until backward."""
+    freed: dict[str, tuple[int, int]] = {}
+    for event, unit in zip(actions[0], _units(actions[0], marks, False), strict=True):
+        if event.bytes < 0 and (consumer := marks.carried.get(event.storage)) is not None:
+            own, every = freed.get(consumer, (0, 0))
+            freed[consumer] = own - event.bytes * (unit == consumer), every - event.bytes
+    return freed
 
 
 def is_regular(actions: Sequence[list[Event]], marks: Marks) -> bool:

@@ -41,7 +41,14 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.stages import Stages
 from parallelize.state.records import record_of
 from parallelize.tools.analysis.record.attention_model import forwards_on_meta
-from parallelize.tools.analysis.record.layer_dedup import LayerClasses, Marks, drop_represented, is_regular, segments_of
+from parallelize.tools.analysis.record.layer_dedup import (
+    LayerClasses,
+    Marks,
+    drop_represented,
+    freed_inputs,
+    is_regular,
+    segments_of,
+)
 from parallelize.tools.analysis.record.trace_data import OUTSIDE, MicrobatchTrace, StageBoundary
 from parallelize.tools.analysis.record.tracing import Event, MeshAxes, Scopes, Tracer
 from parallelize.training.apply_plan import apply_plan
@@ -120,7 +127,8 @@ def record(
     most = routing.most_rows, routing.most_choices
     none = frozenset(name for name, p in model.named_parameters() if p.requires_grad and p.grad is None)
     sizes, skips = boundaries.sizes, boundaries.skips
-    return MicrobatchTrace(first, later, sizes, representatives, regular, *most, routers, none, skips)
+    held = freed_inputs(actions[half:], marks)
+    return MicrobatchTrace(first, later, sizes, representatives, regular, *most, routers, none, skips, held)
 
 
 def _apply(model: nn.Module, mesh: MeshView, full: ResolvedPlan, options: Options, classes: LayerClasses) -> None:

@@ -179,6 +179,8 @@ class MicrobatchTrace:
         without_gradient: parameters of the units that ran which train and got no gradient, such as those that only
             choose tokens.
         skips: units whose output later stages use (`skips:` of a plan) -> what travels of it.
+        freed_inputs: unit -> bytes of its input that its own forward frees, and that any does. A stage that begins at
+            the unit stores its input until backward.
     """
 
     first: MicrobatchSegments
@@ -191,3 +193,4 @@ class MicrobatchTrace:
     routers: Mapping[str, int] = field(default_factory=dict)
     without_gradient: frozenset[str] = frozenset()
     skips: Mapping[str, StageBoundary] = field(default_factory=dict)
+    freed_inputs: Mapping[str, tuple[int, int]] = field(default_factory=dict)

@@ -40,11 +40,10 @@ PART_NAMES = ("parameters", "optimizer state", "gradients", "communication buffe
 def parts_of(memory: RankMemory) -> Parts:
     """The parts of a rank's peak. Gradients are a separate part where they are allocated before the step (by a
     reducer)."""
-    constant = memory.parameters + memory.optimizer + memory.buffers
-    top = max((moment.peak for moment in memory.moments), default=0)
-    gradients = memory.gradients if memory.peak == constant + memory.gradients + top else 0
-    moving = memory.peak - constant - gradients
-    return Parts(memory.parameters, memory.optimizer, gradients, memory.buffers, moving)
+    constant = memory.parameters + memory.optimizer + memory.fixed_gradients + memory.fixed_buffers
+    return Parts(
+        memory.parameters, memory.optimizer, memory.fixed_gradients, memory.fixed_buffers, memory.peak - constant
+    )
 
 
 def largest(explanation: Explanation) -> RankReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from parallelize.tools.analysis.explain import worst_routing
 from parallelize.tools.analysis.measure import measure_memory
 from parallelize.tools.analysis.subject import Subject
 from tests.support.models import MIXTURES, tiny_batch, tiny_model
+from tests.tools.analysis.cost.live_bytes import StorageMode, existing_tensors, live_peak
 
 OPS = {
     "allreduce_": ("all_reduce", 0),
@@ -113,12 +113,15 @@ def built(family: str, adapter: Any = None, **model: Any) -> torch.nn.Module:
     return peft.get_peft_model(tiny_model(family, **model), adapter)
 
 
+_OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
+
+
 def trained(
     family: str, sizes: dict[str, int], batch: int, length: int, options: dict[str, Any], model: dict[str, Any]
 ) -> Trained:
     mesh = build_mesh("cpu", **sizes)
     options = dict(options)
-    optimizer_class = Muon if options.pop("optimizer", "") == "muon" else torch.optim.AdamW
+    optimizer_class = _OPTIMIZERS[options.pop("optimizer", "adamw")]
     parallel = parallelize_model(built(family, **model), mesh, **options)
     optimizer = parallel.optimizer(optimizer_class, lr=1e-3)
     coordinates = mesh_spec(mesh).coordinates(dist.get_rank())
@@ -236,76 +239,29 @@ def predicted_worst_routing(
     return worst_routing(subject, setting, *measure_memory(subject, setting))
 
 
-class StorageMode(TorchDispatchMode):
-    """Follows every storage that ops allocate, until it is freed."""
+def peak_of_step(
+    rank: int,
+    family: str,
+    sizes: dict[str, int],
+    batch: int,
+    length: int,
+    optimizer: str,
+    options: dict[str, Any],
+    model: dict[str, Any],
+) -> tuple[int, bool, int]:
+    """(pp rank, whether this is the first rank of its stage, the peak of live bytes over a whole training step)."""
+    older = existing_tensors()
+    job = trained(family, sizes, batch, length, {**options, "optimizer": optimizer}, model)
+    parallel, stepped = job.parallel, job.optimizer
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[int, int]] = []
-        self._serials: dict[int, int] = {}
-        self._sizes: dict[int, int] = {}
+    def step() -> None:
+        parallel.step(**job.inputs)
+        stepped.step()
+        stepped.zero_grad()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == library.NAMESPACE:  # dispatch modes do not see allocations inside of the op
-            name = func._schema.name.partition("::")[2]
-            group = library.KERNELS[name].group(args)
-            with self:
-                return library.KERNELS[name].run(args, group)
-        out = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._track(leaf.untyped_storage())
-        return out
-
-    def __enter__(self) -> StorageMode:
-        stock = self._stock = torch.UntypedStorage.resize_
-
-        def resize(storage: Any, size: int) -> Any:  # `fully_shard` frees storages by this
-            out = stock(storage, size)
-            self._resized(storage)
-            return out
-
-        torch.UntypedStorage.resize_ = resize
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._stock
-        super().__exit__(*error)
-
-    def _track(self, storage: Any) -> None:
-        if storage._cdata not in self._serials and storage.nbytes():
-            serial = len(self.events) + 1
-            self._serials[storage._cdata] = serial
-            self._sizes[serial] = storage.nbytes()
-            self.events.append((serial, storage.nbytes()))
-            weakref.finalize(storage, self._freed, storage._cdata, serial)
-
-    def _resized(self, storage: Any) -> None:
-        serial = self._serials.get(storage._cdata)
-        if serial is None:
-            self._track(storage)
-        else:
-            self.events.append((serial, storage.nbytes() - self._sizes.get(serial, 0)))
-            self._sizes[serial] = storage.nbytes()
-
-    def _freed(self, key: int, serial: int) -> None:
-        self._serials.pop(key, None)
-        self.events.append((serial, -self._sizes.pop(serial)))
-
-    def ignore(self, tensors: Any) -> None:
-        for x in tensors:
-            self._serials[x.untyped_storage()._cdata] = 0
-
-    def serials_of(self, tensors: list[torch.Tensor]) -> set[int]:
-        """Of those whose storages were allocated while this followed them."""
-        return {serial for x in tensors if (serial := self._serials.get(x.untyped_storage()._cdata))}
-
-    def peak(self, without: set[int]) -> int:
-        now = most = 0
-        for serial, size in self.events:
-            now += 0 if serial in without else size
-            most = max(most, now)
-        return most
+    peak = live_peak(step, [*older, job.inputs["input_ids"], job.inputs["targets"]])
+    others = sum(job.coordinate(axis) for axis in job.spec.names if axis != "pp")
+    return job.coordinate("pp"), not others, peak
 
 
 def measured_memory(rank: int, *configuration: Any) -> Any:

@@ -1,0 +1,186 @@
+"""Bytes of gradients that a rank stores at each moment of a step, as each ZeRO stage makes and frees them. Arithmetic.
+
+| gradients | stored before the first backward | in backward |
+|---|---|---|
+| of one rank | nothing | each as it is computed: the recorded segments have it |
+| ZeRO 0 and 1 | all, in flat buffers | nothing more |
+| ZeRO 2 | what no rank splits | full until their bucket is sent, then this rank's rows |
+| ZeRO 3 | nothing | this rank's rows when their unit has run; its full ones are counted with the unit |
+
+With `defer` ZeRO 2 and 3 store full gradients until a stage's last backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallelize.axes.pipeline.schedules import Action
+from parallelize.plan.parameter_shards import ParameterShard, zero_groups
+from parallelize.tools.analysis.cost.data_axes import buckets_of, view_of
+from parallelize.tools.analysis.cost.setting import Setting
+from parallelize.tools.analysis.cost.training_step import RankStep
+
+COMPLETING = ("B", "W")
+"""Actions in which gradients of parameters appear."""
+
+
+def is_buffered(setting: Setting) -> bool:
+    """Whether all gradients have their memory before the first backward."""
+    return setting.uses_reducer and not is_split(setting)
+
+
+def is_split(setting: Setting) -> bool:
+    """Whether a rank keeps only its rows of most gradients."""
+    return setting.zero >= 2 and setting.size(setting.shard_axis) > 1
+
+
+def pool_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
+    """The flat buffers of two reductions at once, which ZeRO 2 keeps from step to step."""
+    if setting.zero != 2 or not is_split(setting):
+        return 0
+    numels = []
+    for bucket in buckets_of(shards, setting):
+        ranks = view_of(bucket[0], setting).ranks
+        copies = 2 * ranks + 1 if setting.transport == "gloo" else ranks + 1  # sent, (received with gloo), summed
+        if bucket[0].shape and ranks > 1:
+            numels.append((sum(shard.padded_numel(ranks) for shard in bucket) + len(bucket)) * copies)
+    return sum(sorted(numels)[-2:]) * setting.gradient_bytes
+
+
+@dataclass
+class _Group:
+    """Parameters whose gradients are reduced together.
+
+    Attributes:
+        full: bytes of their gradients, by the unit whose backward gives them; "": what runs last.
+        rows: bytes of this rank's rows of them.
+        late: whether they are reduced when the step ends.
+    """
+
+    full: dict[str, int]
+    rows: int
+    stage: int
+    late: bool
+
+
+class SplitGradients:
+    """Of ZeRO 2 and 3: what is stored beside the segments, action by action.
+
+    Attributes:
+        stored: bytes after the actions that were followed.
+    """
+
+    def __init__(self, step: RankStep):
+        self.step, self.setting = step, step.setting
+        self._left = Counter(action.stage for action in step.steps if _gives_gradients(step, action))
+        self._groups = list(self._buckets() if self.setting.zero == 2 else self._units())
+        self._full: dict[int, int] = {}  # index of a group -> bytes of full gradients
+        self._rows: dict[int, int] = {}
+        self._sent: list[int] = []  # buckets on their way, whose rows are stored when the next one is sent
+        self._early = 0  # bytes of gradients that a fused loss has made in forward
+
+    @property
+    def stored(self) -> int:
+        return sum(self._full.values()) + sum(self._rows.values()) + self._early
+
+    def before_each(self, action: Action, units: Sequence[str]) -> list[int]:
+        """Bytes that are stored as each unit of an action begins."""
+        if action.kind == "F":
+            before = [self.stored] * len(units)
+            self._early = max(self._early, self._made_in_forward(action.stage))
+            return before
+        if not _gives_gradients(self.step, action):
+            return [self.stored] * len(units)
+        self._left[action.stage] -= 1
+        held = self.setting.defer and self._left[action.stage] > 0
+        before, done = [], set[str]()
+        for unit in units:
+            before.append(self.stored)
+            done.add(unit)
+            self._after(action.stage, unit, done, held)
+        for index, group in enumerate(self._groups):
+            if group.stage == action.stage and not held and not group.late:
+                self._reduce(index)
+        return before
+
+    def finish(self) -> int:
+        """All backwards have ended: the most bytes while what is left is reduced."""
+        most = self.stored
+        for index in range(len(self._groups)):
+            self._reduce(index)
+            most = max(most, self.stored)
+        self._deliver(0)
+        return max(most, self.stored)
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def _buckets(self) -> list[_Group]:
+        groups = []
+        for bucket in buckets_of(self.step.shards, self.setting):
+            ranks = view_of(bucket[0], self.setting).ranks
+            if bucket[0].shape and ranks > 1:
+                groups.append(self._group(bucket, ranks, any(shard.late for shard in bucket)))
+        return groups
+
+    def _units(self) -> list[_Group]:
+        groups = zero_groups([shard for shard in self.step.shards if shard.trained]).values()
+        return [self._group(group, view_of(group[0], self.setting).ranks, late=False) for group in groups]
+
+    def _group(self, shards: Sequence[ParameterShard], ranks: int, late: bool) -> _Group:
+        item, full = self.setting.gradient_bytes, Counter[str]()
+        for shard in shards:
+            full[self._unit_of(shard)] += shard.numel * item
+        rows = sum(shard.padded_numel(ranks) for shard in shards) * item
+        return _Group(dict(full), rows, shards[0].stage, late)
+
+    def _unit_of(self, shard: ParameterShard) -> str:
+        stages = self.step.stages
+        return (stages.unit_of(shard.name) if stages is not None else None) or ""
+
+    def _made_in_forward(self, stage: int) -> int:
+        segments = self.step.segments(stage, later=False).forward
+        return sum(change.gradients for segment in segments for change in segment.changes)
+
+    # -- moments ------------------------------------------------------------------------------------------------------
+
+    def _after(self, stage: int, unit: str, done: set[str], held: bool) -> None:
+        """A unit has run backward: its gradients are stored in full, or reduced where their group is complete."""
+        for index, group in enumerate(self._groups):
+            if group.stage != stage or unit not in group.full:
+                continue
+            self._early = 0  # the head's are among those of its group now
+            if held or group.late or not group.full.keys() <= done:
+                now = self._full_bytes(group, held, sum(group.full[name] for name in group.full.keys() & done))
+                self._full[index] = max(self._full.get(index, 0), now)
+            elif unit:
+                self._reduce(index)
+
+    def _full_bytes(self, group: _Group, held: bool, size: int) -> int:
+        """What is stored of full gradients. Those that wait for the rest of their bucket have the dtype of compute."""
+        if self.setting.zero == 3 and not held:
+            return 0
+        return size if held or group.late else size * self.setting.compute_bytes // self.setting.gradient_bytes
+
+    def _reduce(self, index: int) -> None:
+        self._full.pop(index, None)
+        if index in self._rows:
+            return
+        if self.setting.zero == 3 or index in self._sent:  # of the microbatch before
+            self._rows[index] = self._groups[index].rows
+            self._sent = [other for other in self._sent if other != index]
+        else:
+            self._sent.append(index)
+            self._deliver(1)
+
+    def _deliver(self, on_their_way: int) -> None:
+        while len(self._sent) > on_their_way:
+            index = self._sent.pop(0)
+            self._rows[index] = self._groups[index].rows
+
+
+def _gives_gradients(step: RankStep, action: object) -> bool:
+    if not isinstance(action, Action):
+        return False
+    return action.kind in (COMPLETING if step.split_trace is not None else ("B",))

@@ -147,12 +147,27 @@ def _gathers(shards: Sequence[ParameterShard], setting: Setting) -> Iterator[Mes
     for shard in shards:
         if not shard.trained or not shard.shape:
             continue
-        if shard.rows % ranks == 0 and shard.numel * item >= GATHER_BYTES:
+        if _is_gathered_alone(shard, ranks, item):
             yield Message("all_gather", axis, ranks, shard.numel * item, shard.name, "step")
         else:
             small_bytes, num_small = small_bytes + shard.padded_numel(ranks) * item, num_small + 1
     if num_small:
         yield Message("all_gather", axis, ranks, ranks * small_bytes, f"{num_small} small parameters", "step")
+
+
+def _is_gathered_alone(shard: ParameterShard, ranks: int, item: int) -> bool:
+    return shard.rows % ranks == 0 and shard.numel * item >= GATHER_BYTES
+
+
+def gathered_after_step(shards: Sequence[ParameterShard], setting: Setting) -> int:
+    """Bytes of the buffers in which small parameters are gathered after a step of ZeRO 1 and 2: what a rank sends, and
+    what all of them have sent."""
+    small = 0
+    for shard in shards if setting.zero in (1, 2) else ():
+        ranks = view_of(shard, setting).ranks
+        if shard.trained and shard.shape and ranks > 1 and not _is_gathered_alone(shard, ranks, setting.compute_bytes):
+            small += shard.padded_numel(ranks) * setting.compute_bytes * (1 + ranks)
+    return small
 
 
 def _fsdp_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterator[tuple[Message, int]]:
@@ -253,10 +268,9 @@ def matrix_parameters(
 def _exchange(
     matrices: list[OwnedMatrix], size: int, num_parameters: int, local_elements: int, setting: Setting
 ) -> tuple[tuple[Message, ...], int]:
-    owned = sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices if matrix.owner == 0)
     both_ways = [exchanged_elements(matrices, 0, size, to_owner=to_owner) for to_owner in (True, False)]
-    staged = max(sum(sent) + sum(received) for sent, received in both_ways)
-    buffers = local_elements * setting.gradient_bytes + (staged + 2 * owned) * _SENT_BYTES
+    buffers = _most_bytes([matrix.shape for matrix in matrices if matrix.owner == 0], both_ways, size)
+    buffers = max(buffers[0] + local_elements * setting.gradient_bytes, buffers[1])
     if size == 1 or not matrices:
         return (), buffers if matrices else 0
     axis = setting.group_name([name for name in setting.mesh.names if name != "pp"])
@@ -267,6 +281,24 @@ def _exchange(
         message = Message("all_to_all", axis, size, sum(sent) * _SENT_BYTES, module, "step", arriving, remote)
         exchanges.append(message)
     return (flags, *exchanges), buffers
+
+
+def _most_bytes(
+    shapes: Sequence[tuple[int, int]], both_ways: Sequence[tuple[list[int], list[int]]], size: int
+) -> tuple[int, int]:
+    """The most bytes of matrices while updates of all elements are stored beside them (as they are sent to the owner,
+    and as it orthogonalizes them), and after that, as results are sent back.
+
+    shapes: of the matrices of this rank, in the order in which it computes them.
+    """
+    owned = sum(rows * columns for rows, columns in shapes)
+    done = computing = 0
+    for shape in shapes:
+        elements, short = shape[0] * shape[1], min(shape)
+        computing = max(computing, done + 2 * elements + 2 * short * short)  # x, the next x, its products with itself
+        done += elements
+    to_owner, back = (sum(sent) + (sum(received) if size > 1 else 0) for sent, received in both_ways)
+    return (owned + max(to_owner, computing)) * _SENT_BYTES, (owned + back) * _SENT_BYTES
 
 
 def _boxes(

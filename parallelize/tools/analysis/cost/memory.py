@@ -15,13 +15,14 @@ from parallelize.axes.pipeline.schedules import Action
 from parallelize.axes.pipeline.step_runner import AHEAD
 from parallelize.axes.pipeline.timeline import Receive, Send
 from parallelize.plan.parameter_shards import ParameterShard, stored_elements, zero_groups
-from parallelize.tools.analysis.cost.data_axes import MOMENTUM_BYTES, view_of
+from parallelize.tools.analysis.cost.data_axes import MOMENTUM_BYTES, gathered_after_step, view_of
 from parallelize.tools.analysis.cost.in_flight import has_closed_form, stages_in_flight
 from parallelize.tools.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
+from parallelize.tools.analysis.cost.systems import OWN
 from parallelize.tools.analysis.cost.stored_gradients import SplitGradients, is_buffered, is_split, pool_bytes
 from parallelize.tools.analysis.cost.training_step import RankStep, receives_early
 from parallelize.tools.analysis.record.constants import constant
-from parallelize.tools.analysis.record.trace_data import Segment
+from parallelize.tools.analysis.record.trace_data import LOSS, Segment
 
 
 class StoredBytes(NamedTuple):
@@ -116,7 +117,7 @@ def memory_of(step: RankStep, by_segment: bool = True, walks: bool = True) -> Ra
         top.peak + pool,
         walk.finished + pool,
         at_end + max(pool, step.matrices.buffer_bytes),
-        at_end + pool + _stepped(shards, setting),
+        at_end + pool + max(_stepped(shards, setting), gathered_after_step(shards, setting)),
         at_end + _end_of_backward(shards, setting),
     )
     return RankMemory(
@@ -146,8 +147,15 @@ def _fixed_gradients(step: RankStep, gradients: int) -> int:
 
 def _stepped(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """What the optimizer's step allocates, when activations are freed."""
-    return int(_optimizer_elements(shards, setting) * setting.training_system.step_bytes)
+    per_element = setting.training_system.step_bytes
+    if setting.system == OWN:
+        per_element = _ROOTS_BYTES if setting.optimizer in ("adamw", "adam") and setting.transport == "nccl" else 0
+    return int(_optimizer_elements(shards, setting) * per_element)
 
+
+_ROOTS_BYTES = 4
+"""PyTorch's Adam steps the parameters of a GPU all at once by default, and stores a square root for each element of
+them meanwhile. Source: torch.optim.AdamW, `foreach`."""
 
 RESERVED_MOST = 0.05
 """Of a device's memory, the most that a context and libraries are taken to need: small ones have small workspaces."""
@@ -396,8 +404,13 @@ class GatheredUnits:
     def of(self, unit: str) -> UnitBuffers:
         """The buffers while `unit`, such as a layer, runs."""
         if unit not in self._known:
-            self._known[unit] = self._buffers(unit)
+            self._known[unit] = UnitBuffers(0, 0, 0, 0) if self._is_outside(unit) else self._buffers(unit)
         return self._known[unit]
+
+    def _is_outside(self, unit: str) -> bool:
+        """Whether nothing is gathered: the loss runs when the model's own parameters are shards again, unless it
+        computes with the head's. (PyTorch's `fully_shard` leaves those of the root gathered by default.)"""
+        return unit == LOSS and self.setting.system == OWN and not self.setting.fuse_loss
 
     def beside(self, segments: Sequence[Segment], is_backward: bool) -> Iterator[tuple[int, int]]:
         """(bytes as each segment begins, bytes while it runs) of gathered parameters and of full gradients on their
@@ -405,7 +418,7 @@ class GatheredUnits:
         scattered = 0  # bytes of gradients of the unit before, which are being reduced
         buffers = [self.of(segment.unit) for segment in segments]
         for n, own in enumerate(buffers):
-            following = next((unit.beside for unit in buffers[n + 1 :] if unit.beside), 0)
+            following = next((unit.beside for unit in buffers[n + 1 :] if unit.beside), 0) if own.running else 0
             yield own.start, own.running + (following + scattered if is_backward else 0)
             scattered = own.gradients or scattered
 

@@ -13,18 +13,15 @@ With `defer` ZeRO 2 and 3 store full gradients until a stage's last backward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 from parallelize.axes.pipeline.schedules import Action
 from parallelize.plan.parameter_shards import ParameterShard, zero_groups
 from parallelize.tools.analysis.cost.data_axes import buckets_of, view_of
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.cost.training_step import RankStep
-
-COMPLETING = ("B", "W")
-"""Actions in which gradients of parameters appear."""
-
 
 def is_buffered(setting: Setting) -> bool:
     """Whether all gradients have their memory before the first backward."""
@@ -54,15 +51,23 @@ class _Group:
     """Parameters whose gradients are reduced together.
 
     Attributes:
-        full: bytes of their gradients, by the unit whose backward gives them; "": what runs last.
+        full: of each, the units whose backward gives its gradient ("": what runs last), and the gradient's bytes.
         rows: bytes of this rank's rows of them.
         late: whether they are reduced when the step ends.
     """
 
-    full: dict[str, int]
+    full: list[tuple[frozenset[str], int]]
     rows: int
     stage: int
     late: bool
+
+    @cached_property
+    def units(self) -> frozenset[str]:
+        return frozenset[str]().union(*(units for units, _ in self.full))
+
+    def bytes_after(self, done: Set[str]) -> int:
+        """Of gradients that these units have given."""
+        return sum(size for units, size in self.full if units & done)
 
 
 class SplitGradients:
@@ -74,7 +79,11 @@ class SplitGradients:
 
     def __init__(self, step: RankStep):
         self.step, self.setting = step, step.setting
-        self._left = Counter(action.stage for action in step.steps if _gives_gradients(step, action))
+        self._giving = {
+            (stage, kind) for stage in step.local_stages for kind in "BIW" if self._bytes_given(stage, kind)
+        }
+        actions = (action for action in step.steps if isinstance(action, Action))
+        self._left = Counter(action.stage for action in actions if (action.stage, action.kind) in self._giving)
         self._groups = list(self._buckets() if self.setting.zero == 2 else self._units())
         self._full: dict[int, int] = {}  # index of a group -> bytes of full gradients
         self._rows: dict[int, int] = {}
@@ -89,9 +98,9 @@ class SplitGradients:
         """Bytes that are stored as each unit of an action begins."""
         if action.kind == "F":
             before = [self.stored] * len(units)
-            self._early = max(self._early, self._made_in_forward(action.stage))
+            self._early = max(self._early, self._bytes_given(action.stage, "F"))
             return before
-        if not _gives_gradients(self.step, action):
+        if (action.stage, action.kind) not in self._giving:
             return [self.stored] * len(units)
         self._left[action.stage] -= 1
         held = self.setting.defer and self._left[action.stage] > 0
@@ -129,18 +138,18 @@ class SplitGradients:
         return [self._group(group, view_of(group[0], self.setting).ranks, late=False) for group in groups]
 
     def _group(self, shards: Sequence[ParameterShard], ranks: int, late: bool) -> _Group:
-        item, full = self.setting.gradient_bytes, Counter[str]()
-        for shard in shards:
-            full[self._unit_of(shard)] += shard.numel * item
+        item = self.setting.gradient_bytes
+        full = [(frozenset(map(self._unit_of, shard.names)), shard.numel * item) for shard in shards]
         rows = sum(shard.padded_numel(ranks) for shard in shards) * item
-        return _Group(dict(full), rows, shards[0].stage, late)
+        return _Group(full, rows, shards[0].stage, late)
 
-    def _unit_of(self, shard: ParameterShard) -> str:
+    def _unit_of(self, name: str) -> str:
         stages = self.step.stages
-        return (stages.unit_of(shard.name) if stages is not None else None) or ""
+        return (stages.unit_of(name) if stages is not None else None) or ""
 
-    def _made_in_forward(self, stage: int) -> int:
-        segments = self.step.segments(stage, later=False).forward
+    def _bytes_given(self, stage: int, kind: str) -> int:
+        """Gradients that an action makes: W where dgrad and wgrad run apart, I where a recomputed unit runs both."""
+        segments = self.step.segments(stage, later=False).of(kind)
         return sum(change.gradients for segment in segments for change in segment.changes)
 
     # -- moments ------------------------------------------------------------------------------------------------------
@@ -148,11 +157,11 @@ class SplitGradients:
     def _after(self, stage: int, unit: str, done: set[str], held: bool) -> None:
         """A unit has run backward: its gradients are stored in full, or reduced where their group is complete."""
         for index, group in enumerate(self._groups):
-            if group.stage != stage or unit not in group.full:
+            if unit not in group.units or (group.stage != stage and not group.late):
                 continue
             self._early = 0  # the head's are among those of its group now
-            if held or group.late or not group.full.keys() <= done:
-                now = self._full_bytes(group, held, sum(group.full[name] for name in group.full.keys() & done))
+            if held or group.late or not group.units <= done:
+                now = self._full_bytes(group, held, group.bytes_after(done))
                 self._full[index] = max(self._full.get(index, 0), now)
             elif unit:
                 self._reduce(index)
@@ -178,9 +187,3 @@ class SplitGradients:
         while len(self._sent) > on_their_way:
             index = self._sent.pop(0)
             self._rows[index] = self._groups[index].rows
-
-
-def _gives_gradients(step: RankStep, action: object) -> bool:
-    if not isinstance(action, Action):
-        return False
-    return action.kind in (COMPLETING if step.split_trace is not None else ("B",))

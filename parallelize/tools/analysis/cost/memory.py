@@ -260,7 +260,7 @@ class _MemoryWalk:
             curves = self._curves_of(action)
             stored = [gradients] if self._split is None else self._split.before_each(action, [unit for unit, _ in curves])
             found = list(self._moments_of(action, curves, stored, activations))
-            yield from found if self.by_segment else [_highest(found)]
+            yield from found if self.by_segment or not found else [_highest(found)]
             activations += sum(curve.net for _, curve in curves)
             gradients += sum(curve.net_all - curve.net for _, curve in curves)
             if action.kind in self._completing:

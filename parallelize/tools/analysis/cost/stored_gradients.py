@@ -85,14 +85,19 @@ class SplitGradients:
         actions = (action for action in step.steps if isinstance(action, Action))
         self._left = Counter(action.stage for action in actions if (action.stage, action.kind) in self._giving)
         self._groups = list(self._buckets() if self.setting.zero == 2 else self._units())
+        self._of_unit: dict[str, list[int]] = {}
+        for index, group in enumerate(self._groups):
+            for unit in group.units:
+                self._of_unit.setdefault(unit, []).append(index)
         self._full: dict[int, int] = {}  # index of a group -> bytes of full gradients
-        self._rows: dict[int, int] = {}
+        self._rows: set[int] = set()  # groups of which this rank's rows are stored
+        self._bytes = 0  # of both
         self._sent: list[int] = []  # buckets on their way, whose rows are stored when the next one is sent
         self._early = 0  # bytes of gradients that a fused loss has made in forward
 
     @property
     def stored(self) -> int:
-        return sum(self._full.values()) + sum(self._rows.values()) + self._early
+        return self._bytes + self._early
 
     def before_each(self, action: Action, units: Sequence[str]) -> list[int]:
         """Bytes that are stored as each unit of an action begins."""
@@ -156,13 +161,14 @@ class SplitGradients:
 
     def _after(self, stage: int, unit: str, done: set[str], held: bool) -> None:
         """A unit has run backward: its gradients are stored in full, or reduced where their group is complete."""
-        for index, group in enumerate(self._groups):
-            if unit not in group.units or (group.stage != stage and not group.late):
+        for index in self._of_unit.get(unit, ()):
+            group = self._groups[index]
+            if group.stage != stage and not group.late:
                 continue
             self._early = 0  # the head's are among those of its group now
             if held or group.late or not group.units <= done:
                 now = self._full_bytes(group, held, group.bytes_after(done))
-                self._full[index] = max(self._full.get(index, 0), now)
+                self._store_full(index, max(self._full.get(index, 0), now))
             elif unit:
                 self._reduce(index)
 
@@ -172,18 +178,27 @@ class SplitGradients:
             return 0
         return size if held or group.late else size * self.setting.compute_bytes // self.setting.gradient_bytes
 
+    def _store_full(self, index: int, size: int) -> None:
+        self._bytes += size - self._full.get(index, 0)
+        self._full[index] = size
+
+    def _store_rows(self, index: int) -> None:
+        self._rows.add(index)
+        self._bytes += self._groups[index].rows
+
     def _reduce(self, index: int) -> None:
-        self._full.pop(index, None)
+        self._store_full(index, 0)
         if index in self._rows:
             return
-        if self.setting.zero == 3 or index in self._sent:  # of the microbatch before
-            self._rows[index] = self._groups[index].rows
-            self._sent = [other for other in self._sent if other != index]
+        if self.setting.zero == 3:
+            self._store_rows(index)
+        elif index in self._sent:  # by the microbatch before
+            self._sent.remove(index)
+            self._store_rows(index)
         else:
             self._sent.append(index)
             self._deliver(1)
 
     def _deliver(self, on_their_way: int) -> None:
         while len(self._sent) > on_their_way:
-            index = self._sent.pop(0)
-            self._rows[index] = self._groups[index].rows
+            self._store_rows(self._sent.pop(0))

@@ -162,7 +162,7 @@ class _MicrobatchWalk:
 
     def __init__(self, step: RankStep):
         setting, ranks = step.setting, step.setting.size("pp")
-        is_split = setting.zero == 3 and setting.size(setting.shard_axis) > 1
+        is_split = setting.zero == 3 and setting.shard_ranks > 1
         units = GatheredUnits(step.shards, setting) if is_split else None
         waiting = stages_in_flight(ranks, len(step.local_stages), setting.step_microbatches, step.pp_rank)
         actions = [step.segments(stage, later=True) for stage in step.local_stages]
@@ -200,7 +200,7 @@ class _MemoryWalk:
         self._last_sent_back = 0  # bytes of the gradient that was sent last
         self._begun: set[int] = set()  # stages that have run a backward
         self._preallocated = _preallocates_gradients(step.setting)
-        is_split = step.setting.zero == 3 and step.setting.size(step.setting.shard_axis) > 1
+        is_split = step.setting.zero == 3 and step.setting.shard_ranks > 1
         self._units = GatheredUnits(step.shards, step.setting) if is_split else None
         self.peak_with_units = 0  # of activations, gathered parameters and full gradients, under ZeRO 3
         self._peaks_with_units: dict[tuple[int, str], int] = {}
@@ -316,7 +316,7 @@ def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
     ZeRO 2 has flat buckets for two reductions at once. Deferred reductions store full gradients until the step ends.
     (Those of ZeRO 3 depend on the unit that runs.)
     """
-    if setting.size(setting.shard_axis) == 1:
+    if setting.shard_ranks == 1:
         return 0
     deferred = sum(shard.numel for shard in shards if shard.trained) * setting.gradient_bytes if setting.defer else 0
     if setting.zero == 2:
@@ -334,7 +334,7 @@ def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
 def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """ZeRO 3, when activations are freed: a gathered group, its full gradients, and the buffer of their
     reduce-scatter."""
-    if setting.zero != 3 or setting.size(setting.shard_axis) == 1:
+    if setting.zero != 3 or setting.shard_ranks == 1:
         return 0
     item, groups = 2 * setting.compute_bytes + setting.gradient_bytes, zero_groups(shards).values()
     return max((gathered_bytes(group, setting, item, times_of_codes=2) for group in groups), default=0)

@@ -256,8 +256,8 @@ def _setting(row: Mapping[str, str], decoder: Decoder) -> Setting:
     zero, replicas = _zero(row, dp)
     data = [("dp_replicate", replicas), ("dp", dp // replicas)] if replicas > 1 else [("dp", dp)]
     mesh = MeshSpec([("pp", pp), *data, ("cp", cp), ("tp", tp)])
-    sp = _int(row, "sp")
     system, kernels = _system(row), _kernels(row, decoder)
+    sp = _int(row, "sp", 1 if system in ("nemo", "fsdp2") else 0)  # what these do where nothing is said
     once = system == "fsdp2" and zero == 3 and pp > 1  # torchtitan keeps parameters and gradients whole over a step
     return Setting(
         mesh,
@@ -367,7 +367,8 @@ def _kernels(row: Mapping[str, str], decoder: Decoder) -> str:
             return "unfused-2022"
         return "flash-2023" if re.search("rms", text) else "flash-2023-norms"
     if re.search(r"flash|apex|fused|triton|xformers", text):
-        return "flash-pure" if "pure" in _text(row, "precision") else "flash-2023"
+        pure = "flash-pure" if "triton" in text else "flash-2-pure"
+        return pure if "pure" in _text(row, "precision") else "flash-2023"
     of_systems = {
         "megatron": fused, "nemo": fused, "deepspeed": "unfused-2022", "internevo": "flash-2023",
         "fsdp2": "compiled-flash-2",

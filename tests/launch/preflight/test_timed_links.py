@@ -16,10 +16,12 @@ NETWORK = [  # ranks, of these on a host, measured gathered bytes over time in G
 `h100_nvswitch_roce_400g.py`."""
 
 
-def links(rank: int) -> list[str]:
-    mesh = build_mesh("cpu", dp=2, tp=1)
-    timed = timed_links(mesh, load_machine("cpu"), dist.HashStore(), {}, 30)
-    return [link.axis for link in timed if link.bytes_per_s > 0]
+def links(rank: int) -> list[tuple[str, int]]:
+    """(axis, the most ranks of a group on a host), first on one host and then on two."""
+    mesh, machine = build_mesh("cpu", dp=2, tp=1), load_machine("cpu")
+    on_one, on_two = {0: "node0", 1: "node0"}, {0: "node0", 1: "node1"}
+    timed = [link for hosts in (on_one, on_two) for link in timed_links(mesh, machine, dist.HashStore(), hosts, 30)]
+    return [(link.axis, link.in_node) for link in timed if link.bytes_per_s > 0]
 
 
 def silent(rank: int) -> str:
@@ -36,7 +38,7 @@ def silent(rank: int) -> str:
 
 @pytest.mark.xdist_group("ranks")
 def test_each_axis_with_several_ranks_is_timed(two_processes):
-    assert two_processes.run(links) == [["dp"], ["dp"]]
+    assert two_processes.run(links) == [[("dp", 2), ("dp", 1)]] * 2
     line = TimedLink("tp", 4, 4, 1e9, 4e9).line()
     assert line.startswith("tp (4 ranks): all_reduce at 1.00 GB/s, 25% of the assumed 4.00 GB/s: slower")
     line = TimedLink("dp", 4, 2, 3e9, 4e9).line()

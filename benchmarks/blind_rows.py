@@ -130,6 +130,7 @@ def _seconds(row: Mapping[str, str], setting: Setting, decoder: Decoder, machine
 
 # -- models -----------------------------------------------------------------------------------------------------------
 
+_NAMES = ("source", "system")
 _GATED = r"llama|mistral|mixtral|qwen|intern|deepseek|gemma|\byi\b|olmo|baichuan|palm|phi-?3|granite|aquila|vicuna"
 _PLAIN = r"gpt|mpt|opt|bloom|megatron|turing|mt-nlg|nemotron|falcon|bert|\bt5\b|neox|pythia|cerebras"
 _UNGATED_RMS = "nemotron"
@@ -222,6 +223,8 @@ def _with_network(gpu: str, in_torchtitan: bool) -> Machine:
     if name == "h100-sxm" and in_torchtitan:
         name = "h100-500w"
     machine = load_machine(name)
+    if "b300" in gpu:  # the same rates in 16 bits, with more memory; source: NVIDIA DGX B300 data sheet, 288 GB a GPU
+        machine = replace(machine, memory_bytes=machine.memory_bytes * 288 / 192)
     found = re.search(r"(\d+) ?x ?(\d+) ?gb\w* ?(?:roce|ib|infiniband|hdr|ndr|/s)?|(\d+) ?gb(?:ps|it/s)", gpu)
     if found is None or "hbm" in found[0]:
         return machine
@@ -253,8 +256,9 @@ def _setting(row: Mapping[str, str], decoder: Decoder) -> Setting:
     zero, replicas = _zero(row, dp)
     data = [("dp_replicate", replicas), ("dp", dp // replicas)] if replicas > 1 else [("dp", dp)]
     mesh = MeshSpec([("pp", pp), *data, ("cp", cp), ("tp", tp)])
-    sp = _int(row, "sp")
-    system, kernels = _system(row), _kernels(row)
+    system, kernels = _system(row), _kernels(row, decoder)
+    sp = _int(row, "sp", 1 if system in ("nemo", "fsdp2") else 0)  # what these do where nothing is said
+    once = system == "fsdp2" and zero == 3 and pp > 1  # torchtitan keeps parameters and gradients whole over a step
     return Setting(
         mesh,
         batch=mbs * count,
@@ -262,11 +266,13 @@ def _setting(row: Mapping[str, str], decoder: Decoder) -> Setting:
         sequence=_needed(row, "seq"),
         schedule="interleaved_1f1b" if stages > 1 else "1f1b",
         stages_per_rank=stages if stages > 1 else None,
-        zero=zero,
+        zero=2 if once else zero,
+        defer=once,
         sequence_parallel=bool(sp) and tp > 1,
         overlap="auto" if tp > 1 and bool(sp) and _overlaps_tp(row) else "off",
         ulysses=cp if re.search(r"a2a|all.?to.?all|ulysses", _text(row, "notes", "where")) else 1,
-        loss_parallel=system in ("megatron", "deepspeed", "internevo"),
+        gathers_keys=cp > 1 and bool(re.search(r"(cp|kv|context).{0,12}all.?gather", _text(row, "notes", "where"))),
+        loss_parallel=system in ("megatron", "nemo", "deepspeed", "internevo") or "torchtitan" in _text(row, *_NAMES),
         ep=ep,
         etp=etp if ep > 1 else 1,
         dtype="float16" if re.search("fp16|float16|half", _text(row, "precision")) else "bfloat16",
@@ -281,7 +287,7 @@ def _overlaps_tp(row: Mapping[str, str]) -> bool:
     """Whether messages over tp run behind matmuls: where a row says so, and in NeMo, whose recipes turn it on.
     Source: NVIDIA NeMo, performance guide: `tp_comm_overlap`."""
     text = _text(row, "system", "source", "kernels", "notes")
-    return bool(re.search(r"nemo\b|tp.?comm.?overlap|userbuffer|tp overlap|async.?tp", text))
+    return _system(row) == "nemo" or bool(re.search(r"tp.?comm.?overlap|userbuffer|tp overlap|async.?tp", text))
 
 
 def _batch(row: Mapping[str, str], dp: int) -> tuple[int, int]:
@@ -316,7 +322,7 @@ def _zero(row: Mapping[str, str], dp: int) -> tuple[int, int]:
     if number is None:
         number = 3 if fsdp or "full" in text or "fsdp" in text else 1 if "dist" in text else 0
     number = min(max(number, 0), 3)
-    if system in ("megatron", "aleph-alpha") and number == 2:
+    if system in ("megatron", "nemo", "aleph-alpha") and number == 2:
         number = 1  # the distributed optimizer: gradients stay whole until the step ends
     group = re.search(r"group (\d+)", text)
     size = int(group[1]) if group else 8 if re.search("within|hsdp|hybrid", text) else dp
@@ -330,9 +336,10 @@ def _system(row: Mapping[str, str]) -> str:
         (r"deepspeed.*zero|megatron-deepspeed|deepspeed", "deepspeed"),
         (r"internevo|internlm", "internevo"),
         (r"aleph", "aleph-alpha"),
-        (r"torchtitan|fsdp2|fully_shard|simplefsdp", "fsdp2"),
+        (r"torchtitan|fsdp2|fully_shard|simplefsdp|automodel", "fsdp2"),
+        (r"nemo|bridge|dgxc", "nemo"),
         (r"fsdp|foundry|mosaic|composer", "fsdp1"),
-        (r"megatron|nemo|transformer ?engine|colossal|\bte\b", "megatron"),
+        (r"megatron|transformer ?engine|colossal|\bte\b", "megatron"),
     )
     for words in (text, every):
         for pattern, name in patterns:
@@ -341,13 +348,18 @@ def _system(row: Mapping[str, str]) -> str:
     return "fsdp2" if re.search("3|fsdp", _text(row, "zero")) else "megatron"
 
 
-def _kernels(row: Mapping[str, str]) -> str:
-    text = _text(row, "kernels")
-    compiled = re.search(r"compile|inductor", text) and not re.search(r"no (torch\.)?compile|without compile", text)
-    if re.search(r"\bte\b|transformer ?engine|transformerengine|cudnn|nemo", text):
-        return "fused"
-    if compiled:
-        return "compiled"
+def _kernels(row: Mapping[str, str], decoder: Decoder) -> str:
+    text, system = _text(row, "kernels"), _system(row)
+    plain = re.search(r"eager|(no|without|w/o) (torch\.)?compile", text)
+    fused = "fused-dropout" if system == "megatron" and decoder.positions else "fused"
+    if re.search(r"\bte\b|transformer ?engine|transformerengine|nemo", text):
+        return fused
+    if re.search(r"compile|inductor", text) and not plain:
+        return "compiled" if re.search("cudnn|flash.?attention.?[34]|fa[34]", text) else "compiled-flash-2"
+    if plain and system == "fsdp2":
+        return "eager-flash-2"
+    if "cudnn" in text:
+        return fused
     if re.search(r"unfused|softmax|torch attention|math|megatron (kernel|attention)", text):
         return "unfused-2022"
     if re.search("aleph", _text(row, "system", "source")):
@@ -355,23 +367,27 @@ def _kernels(row: Mapping[str, str]) -> str:
             return "unfused-2022"
         return "flash-2023" if re.search("rms", text) else "flash-2023-norms"
     if re.search(r"flash|apex|fused|triton|xformers", text):
-        return "flash-pure" if "pure" in _text(row, "precision") else "flash-2023"
-    system = _system(row)
-    return {"megatron": "fused", "deepspeed": "unfused-2022", "internevo": "flash-2023", "fsdp2": "compiled"}.get(
-        system, "flash-2023" if re.search("a100", _text(row, "gpu")) else "eager"
-    )
+        pure = "flash-pure" if "triton" in text else "flash-2-pure"
+        return pure if "pure" in _text(row, "precision") else "flash-2023"
+    of_systems = {
+        "megatron": fused, "nemo": fused, "deepspeed": "unfused-2022", "internevo": "flash-2023",
+        "fsdp2": "compiled-flash-2",
+    }  # fmt: skip
+    return of_systems.get(system, "flash-2023" if re.search("a100", _text(row, "gpu")) else "eager")
 
 
 def _recompute(row: Mapping[str, str], decoder: Decoder, pp: int, system: str) -> dict[str, Any]:
     text = _text(row, "recompute").strip()
-    if text in ("", "none", "no", "off", "false", "0", "-"):
+    if re.match(r"(none|no|off|false|0)\b", text) or text in ("", "-"):
         return {"recompute": "off"}
     if "select" in text or "core" in text or re.search(r"\battn|attention", text):
+        if re.search(r"norm|act\b|mlp|moe", text) and "attn" not in text and "attention" not in text:
+            return {"recompute": "selective"}  # modules by name, as in Megatron-Core
         if re.search(r"block|layer|every|\b2\b", text):
             every = re.search(r"every (\d+)|(\d+)", text)
             return {"recompute": "full", "recompute_every": int(every[1] or every[2]) if every else 2}
         if re.search(r"\bop\b|op-?level|per-?op", text) or system in ("fsdp1", "fsdp2"):
-            return {"recompute": "selective"}
+            return {"recompute": "selective", "matmuls_again": "torchtitan" in _text(row, *_NAMES)}
         return {"recompute": "off", "attention_again": True}
     numbered = re.search(r"(\d+)", text)
     if numbered and re.search("layer|block|full", text):

@@ -48,13 +48,13 @@ def score(rows: Sequence[Predicted]) -> dict[str, Any]:
     return {
         "rows": len(rows),
         "timed": len(timed),
-        "median": _figure(sizes, statistics.median),
-        "p90": _figure(sizes, lambda values: quantile(values, 0.9)),
-        "bias": _figure([row.error for row in timed], statistics.median),
-        "tau": _figure([_tau(group) for group in groups], statistics.mean),
+        "median": figure(sizes, statistics.median),
+        "p90": figure(sizes, lambda values: quantile(values, 0.9)),
+        "bias": figure([row.error for row in timed], statistics.median),
+        "tau": figure([_tau(group) for group in groups], statistics.mean),
         "groups": len(groups),
-        "regret_median": _figure(regrets, statistics.median),
-        "regret_most": _figure(regrets, max),
+        "regret_median": figure(regrets, statistics.median),
+        "regret_most": figure(regrets, max),
         "ran_said_out": _share([not row.fits for row in ran]),
         "out_said_out": _share([not row.fits for row in out]),
         "verdicts": {
@@ -63,7 +63,7 @@ def score(rows: Sequence[Predicted]) -> dict[str, Any]:
             "out of memory, said to fit": sum(row.fits for row in out),
             "out of memory, said not to fit": sum(not row.fits for row in out),
         },
-        "peak_median": _figure(
+        "peak_median": figure(
             [abs(math.log(row.peak_bytes / row.case.peak_bytes)) for row in peaks], statistics.median
         ),
         "peaks": len(peaks),
@@ -86,7 +86,7 @@ def quantile(values: Sequence[float], level: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, math.ceil(level * len(ordered)) - 1))]
 
 
-def _figure(values: Sequence[Any], of: Callable[[Sequence[Any]], float]) -> dict[str, Any] | None:
+def figure(values: Sequence[Any], of: Callable[[Sequence[Any]], float]) -> dict[str, Any] | None:
     """A statistic with n and its 90% bootstrap interval; None of nothing."""
     if not values:
         return None
@@ -96,7 +96,7 @@ def _figure(values: Sequence[Any], of: Callable[[Sequence[Any]], float]) -> dict
 
 
 def _share(values: Sequence[bool]) -> dict[str, Any] | None:
-    return _figure([float(value) for value in values], statistics.mean)
+    return figure([float(value) for value in values], statistics.mean)
 
 
 def _covers(row: Predicted) -> bool:

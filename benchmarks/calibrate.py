@@ -17,13 +17,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.blind_rows import Case, cases, forget_machines, machine_of, read_rows
-from benchmarks.blind_score import quantile
+from benchmarks.blind_score import figure, quantile
 from benchmarks.record import write_record
 from parallelize.tools.analysis.cost.machine import Placement
 from parallelize.tools.analysis.cost.memory import RankMemory
@@ -31,12 +32,21 @@ from parallelize.tools.analysis.cost.training_step import RankStep
 from parallelize.tools.analysis.measure import measure_memory, measure_time
 from parallelize.tools.analysis.outline.outlined import OutlinedSubject
 from parallelize.tools.analysis.record.constants import FILE, constants, trying
+from parallelize.tools.analysis.record.kernel_sets import kernel_set
 
 HUBER = 0.12  # residuals of the logarithm beyond which weights fall
+LARGEST = 2.0**30  # bytes of the messages of which links' rates were measured
 STEP = 0.02  # of a logarithm, for derivatives
 NOTHING = np.empty(0)
 NOISE = 0.05  # of one row, against which the spreads of the constants are weighed
-NOT_FITTED = ("reserve_gb", "fragmentation", "fragmentation_limit", "interval", "narrow")  # of memory, and of errors
+NOT_FITTED = (
+    "reserve_gb",
+    "fragmentation",
+    "fragmentation_limit",
+    "interval",
+    "narrow",
+    "grouped",
+)  # of memory, of errors, and of what is counted once
 
 
 @dataclass
@@ -87,13 +97,13 @@ class LinkRow:
         """(of the rate, of the start-up)."""
         machine, ranks = machine_of({"gpu": "h100"}), self.placement.ranks
         share = (ranks - 1) / ranks * (2 if self.op == "all_reduce" else 1)
-        seconds = machine.messages_s(self.op, self.placement, 1e9 * share, 0)
+        seconds = machine.messages_s(self.op, self.placement, LARGEST * share, 1)
         of_start = 0.0
         if self.start_up_us > 50:
             smallest = machine.messages_s(self.op, Placement(2, 1), 0, 1)
             grown_us = (machine.messages_s(self.op, self.placement, 0, 1) - smallest) * 1e6
             of_start = 0.3 * math.log(max(grown_us, 1.0) / self.start_up_us)
-        return math.log(self.rate * seconds), of_start
+        return math.log(self.rate * 1e9 * seconds / LARGEST), of_start
 
 
 def link_rows(path: Path) -> list[LinkRow]:
@@ -120,8 +130,13 @@ def _depends(row: Prepared, name: str) -> bool:
     """Whether a row's time may change with a constant."""
     if "." not in name:
         return True
-    generation = "a100" if "A100" in row.case.machine.name else "h100"
-    return name.split(".")[1] in (row.case.setting.kernels, row.case.setting.system, generation)
+    kind, of = name.split(".")[:2]
+    kernels, generation = kernel_set(row.case.setting.kernels), "a100" if "A100" in row.case.machine.name else "h100"
+    if kind == "contention":
+        return of != "tp" or row.case.setting.overlap != "off"
+    if kind in ("attention", "elements", "host"):
+        return of == kernels.fitted(kind)
+    return of in (row.case.setting.training_system.fitted, generation)
 
 
 def names_of(rows: Sequence[Prepared]) -> list[str]:
@@ -317,15 +332,20 @@ def _by_number(rows: Sequence[Prepared], values: Mapping[str, float]) -> dict[st
 
 
 def _scores(rows: Sequence[Prepared], residuals: Mapping[str, float]) -> list[str]:
-    """A line for each source: n, median and 90th percentile of the error."""
+    """A line for each source: n, median and 90th percentile of the error, each with its 90% bootstrap interval."""
     by_source: dict[str, list[float]] = {}
     for row in rows:
         if row.case.kind == "dense" and row.case.number in residuals:
             by_source.setdefault(row.case.source, []).append(abs(residuals[row.case.number]))
-    return [
-        f"{source[:50]:<50} {len(sizes):4d}  median {quantile(sizes, 0.5):.1%}  p90 {quantile(sizes, 0.9):.1%}"
-        for source, sizes in by_source.items()
-    ]
+    lines = []
+    for source, sizes in by_source.items():
+        texts = []
+        for name, level in (("median", 0.5), ("p90", 0.9)):
+            found = figure(sizes, partial(quantile, level=level))
+            assert found is not None
+            texts.append(f"{name} {found['value']:.1%} ({found['low']:.1%} to {found['high']:.1%})")
+        lines.append(f"{source[:50]:<50} {len(sizes):4d}  {'  '.join(texts)}")
+    return lines
 
 
 if __name__ == "__main__":

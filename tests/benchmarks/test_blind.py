@@ -11,6 +11,7 @@ import pytest
 from benchmarks.blind import predictions
 from benchmarks.blind_rows import LeftOutError, case_of, cases, read_rows
 from benchmarks.blind_score import score
+from parallelize.tools.analysis.cost.machine import load_machine
 from tests.benchmarks.test_benchmarks import run
 
 ROW = dict(
@@ -24,9 +25,29 @@ ROW = dict(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"kernels": "TransformerEngine 1.9"}, {"kernels": "fused"}),
+        ({"kernels": "TransformerEngine 1.9"}, {"kernels": "fused-dropout"}),  # what Megatron-LM trains GPT with
+        ({"kernels": "TransformerEngine 1.9", "model": "Llama3-8B"}, {"kernels": "fused"}),
+        ({"kernels": "TE", "system": "NeMo 24.07"}, {"kernels": "fused", "system": "nemo", "overlap": "auto"}),
         ({"kernels": "no torch.compile, flash attention"}, {"kernels": "flash-2023"}),
-        ({"kernels": "torch.compile", "system": "torchtitan"}, {"kernels": "compiled", "system": "fsdp2"}),
+        ({"kernels": "torch.compile", "system": "torchtitan"}, {"kernels": "compiled-flash-2", "system": "fsdp2"}),
+        ({"kernels": "torch.compile, cuDNN attention", "system": "torchtitan"}, {"kernels": "compiled"}),
+        ({"kernels": "eager (no compile)", "system": "torchtitan"}, {"kernels": "eager-flash-2"}),
+        ({"kernels": "flash attention (triton)", "precision": "bf16 (PURE)"}, {"kernels": "flash-pure"}),
+        ({"kernels": "flash attention 2", "precision": "bf16 (PURE)"}, {"kernels": "flash-2-pure"}),
+        ({"sp": "", "system": "NeMo"}, {"sequence_parallel": True}),
+        ({"sp": ""}, {"sequence_parallel": False}),
+        ({"kernels": "TE", "system": "Megatron-Bridge, FSDP"}, {"system": "nemo"}),
+        ({"system": "NeMo Automodel (FSDP2)", "pp": "1", "dp": "4"}, {"system": "fsdp2"}),
+        ({"recompute": "selective: moe_act, layernorm"}, {"recompute": "selective", "attention_again": False}),
+        ({"recompute": "selective: core_attn, mlp"}, {"recompute": "off", "attention_again": True}),
+        ({"recompute": "none (the recipe's default)"}, {"recompute": "off"}),
+        (
+            {"recompute": "selective op", "system": "torchtitan"},
+            {"recompute": "selective", "matmuls_again": True, "loss_parallel": True},
+        ),
+        ({"zero": "3", "system": "torchtitan"}, {"zero": 2, "defer": True}),  # whole over a step of a pipeline
+        ({"zero": "3", "system": "torchtitan", "pp": "1", "dp": "4"}, {"zero": 3, "defer": False}),
+        ({"cp": "2", "dp": "1", "notes": "cp mode all_gather"}, {"gathers_keys": True, "ulysses": 1}),
         ({"precision": "FP8 (E4M3)"}, {"matmul_dtype": "float8"}),
         (
             {"zero": "3 within node (HSDP)", "system": "FSDP", "tp": "1", "pp": "1", "dp": "16", "gpus": "16"},
@@ -48,6 +69,7 @@ def test_networks_and_gpus():
     )
     assert case_of({**ROW, "gpu": "a100_40gb"}).machine.name == "A100 40GB SXM"
     assert case_of({**ROW, "gpu": "GB200 NVL72"}).machine.node_ranks == 72
+    assert case_of({**ROW, "gpu": "DGX-GB300"}).machine.memory_bytes > 1.4 * load_machine("gb200").memory_bytes
 
 
 @pytest.mark.parametrize("missing", [{"hidden": ""}, {"seq": ""}, {"mbs": "", "gbs": ""}, {"step_s": ""}])

@@ -99,15 +99,17 @@ def say(text: str) -> None:
 
 
 # -- progress line ---------------------------------------------------------------------------------------------------
-# A line that shows the progress of long work, on a terminal only. Torch-free.
+# A line that shows the progress of long work. Torch-free.
 
 
 _EVERY_S = 0.2
+_EVERY_S_IN_LINES = 5.0  # where each is a line of its own: a pipe, a file, a log
 _CLEAR = "\r\x1b[K"  # return to the start of the line and clear it
 
 
 class Progress:
-    """Counts bytes or other units, and rewrites one line of the terminal.
+    """Counts bytes or other units, and rewrites one line of the terminal; elsewhere writes a line now and then, of work
+    that takes longer than that.
 
         with Progress("loading", total=n) as progress:
             progress(num_bytes)
@@ -125,14 +127,14 @@ class Progress:
     def __init__(self, what: str, shown: bool = True, total: int = 0, stream: Any = None, unit: str = "B"):
         self.what, self.total, self.unit, self.done = what, total, unit, 0
         self.stream = stream if stream is not None else sys.stderr
-        self.shown = shown and bool(getattr(self.stream, "isatty", lambda: False)())
+        self.shown, self._rewrites = shown, bool(getattr(self.stream, "isatty", lambda: False)())
         self._start = self._last = time.monotonic()
         self._drawn = False
 
     def __call__(self, count: int = 1) -> None:
         self.done += count
         now = time.monotonic()
-        if self.shown and now - self._last >= _EVERY_S:
+        if self.shown and now - self._last >= (_EVERY_S if self._rewrites else _EVERY_S_IN_LINES):
             self._last = now
             self._write(self._text(now))
 
@@ -146,7 +148,7 @@ class Progress:
         return _size(number) if self.unit == "B" else f"{number:,.0f} {self.unit}"
 
     def _write(self, text: str) -> None:
-        self.stream.write(_CLEAR + text)
+        self.stream.write(_CLEAR + text if self._rewrites else text.rstrip("\n") + "\n")
         self.stream.flush()
         self._drawn = True
 
@@ -154,11 +156,11 @@ class Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not self.shown:
+        if not self.shown or not (self._rewrites or self._drawn):
             return
         if kind is None and self.done:
             self._write(self._text(time.monotonic()) + "\n")
-        elif self._drawn:
+        elif self._rewrites and self._drawn:
             self._write("")
 
 

@@ -1,9 +1,14 @@
-"""One timed collective along each axis: its bandwidth beside what the profile of `fit` assumes, and who has not
-come."""
+"""One timed collective along each axis: its bandwidth beside what its group should reach, and who has not come.
+
+What a group should reach follows the rules that `fit` estimates by: the links in a node, or the cards of all ranks that
+the group has on one host, and a start-up that grows with its ranks.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,29 +19,39 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.errors import LaunchError, Problem, short_list
 from parallelize.comm.meshes import mesh_spec
-from parallelize.tools.analysis.cost.machine import Machine
+from parallelize.tools.analysis.cost.machine import Machine, Placement
 
 CPU_BYTES, GPU_BYTES = 2 * 2**20, 64 * 2**20
 _ROUNDS = 3
-SLOW = 0.5  # of the assumed bandwidth
+SLOW = 0.5  # of what the group should reach
 
 
 @dataclass(frozen=True)
 class TimedLink:
-    """The slowest group of an axis. bytes_per_s: that each rank sends (bus bandwidth). assumed: what a group with as
-    many ranks in each node should reach, by the profile."""
+    """The slowest group of an axis.
+
+    Attributes:
+        in_node: the most ranks that a group has on one host.
+        bytes_per_s: that each rank sends (bus bandwidth). assumed: what such a group should reach with this message, by
+            the profile.
+    """
 
     axis: str
     ranks: int
+    in_node: int
     bytes_per_s: float
     assumed: float
 
+    @property
+    def is_slow(self) -> bool:
+        return self.bytes_per_s < SLOW * self.assumed
+
     def line(self) -> str:
-        fraction = self.bytes_per_s / self.assumed
-        slow = ": slower than the profile that `fit` assumes" if fraction < SLOW else ""
+        where = f"{self.ranks} ranks" + (f", {self.in_node} on a host" if self.in_node < self.ranks else "")
+        slow = ": slower than the profile that `fit` assumes" if self.is_slow else ""
         return (
-            f"{self.axis} ({self.ranks} ranks): all_reduce at {self.bytes_per_s / 1e9:.2f} GB/s, "
-            f"{fraction:.0%} of the assumed {self.assumed / 1e9:.2f} GB/s{slow}"
+            f"{self.axis} ({where}): all_reduce at {self.bytes_per_s / 1e9:.2f} GB/s, "
+            f"{self.bytes_per_s / self.assumed:.0%} of the assumed {self.assumed / 1e9:.2f} GB/s{slow}"
         )
 
 
@@ -52,11 +67,22 @@ def timed_links(
     links = []
     for axis in (name for name in spec.names if spec.size(name) > 1):
         seconds = _slowest(_timed(mesh, axis, store, hosts, limit_s), mesh)
-        size = spec.size(axis)
-        sent = 2 * (size - 1) / size * _bytes(mesh)
-        reached = machine.reached("all_reduce", machine.placement(spec, axis))
-        links.append(TimedLink(axis, size, sent / seconds, reached))
+        links.append(compared(axis, machine, _placement(mesh, axis, hosts), _bytes(mesh), seconds))
     return links
+
+
+def compared(axis: str, machine: Machine, placement: Placement, size: int, seconds: float) -> TimedLink:
+    """An all_reduce of `size` bytes that took `seconds`, beside what its group should reach."""
+    sent = 2 * (placement.ranks - 1) / placement.ranks * size
+    expected_s = machine.messages_s("all_reduce", placement, sent, 1)
+    return TimedLink(axis, placement.ranks, placement.in_node, sent / seconds, sent / expected_s)
+
+
+def _placement(mesh: DeviceMesh, axis: str, hosts: Mapping[int, str]) -> Placement:
+    """This rank's group on the hosts that its ranks run on. A rank whose host is unknown counts as on one with the
+    others of that kind."""
+    ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+    return Placement(len(ranks), max(Counter(hosts.get(rank, "") for rank in ranks).values()))
 
 
 def _bytes(mesh: DeviceMesh) -> int:

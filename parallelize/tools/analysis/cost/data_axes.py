@@ -28,7 +28,8 @@ class DataView:
     """The data axes as a parameter sees them: those of the mesh, or for folded experts those of the mesh of experts.
 
     Attributes:
-        axes: with more than one rank, over which gradients are summed. shard_axis: of these the one that ZeRO splits.
+        axes: with more than one rank, over which gradients are summed. shard_axis: of these the one that ZeRO splits;
+            "dp*cp" where it splits over both.
     """
 
     setting: Setting
@@ -39,7 +40,11 @@ class DataView:
     @property
     def ranks(self) -> int:
         """The ranks that split what ZeRO splits."""
-        return self.mesh.ranks(self.shard_axis)
+        return self.ranks_of([self.shard_axis])
+
+    def ranks_of(self, axes: Sequence[str]) -> int:
+        """Of a group along axes."""
+        return self.mesh.ranks(*(part for axis in axes for part in axis.split("*")))
 
     @property
     def splits_gradients(self) -> bool:
@@ -52,7 +57,8 @@ class DataView:
         return self.setting.zero == 1 and self.ranks > 1 and self.setting.training_system.scatters
 
     def name(self, axes: Sequence[str]) -> str:
-        return self.setting.group_name(axes) if self.mesh == self.setting.mesh else "*".join(axes)
+        parts = [part for axis in axes for part in axis.split("*")]
+        return self.setting.group_name(parts) if self.mesh == self.setting.mesh else "*".join(axes)
 
 
 def view_of(shard: ParameterShard, setting: Setting) -> DataView:
@@ -60,13 +66,17 @@ def view_of(shard: ParameterShard, setting: Setting) -> DataView:
     if shard.axis == "ep":
         mesh = folded(setting.mesh, setting.expert_ranks)
         return DataView(setting, mesh, tuple(axis for axis in ("dp_replicate", "edp") if mesh.ranks(axis) > 1), "edp")
-    return DataView(setting, setting.mesh, setting.data_axes, setting.shard_axis)
+    joined = [axis for axis in setting.zero_axes if setting.size(axis) > 1]
+    if len(joined) < 2:
+        return DataView(setting, setting.mesh, setting.data_axes, joined[0] if joined else setting.shard_axis)
+    others = (axis for axis in setting.data_axes if axis not in joined)
+    return DataView(setting, setting.mesh, (*others, "*".join(joined)), "*".join(joined))
 
 
 def buckets_of(shards: Sequence[ParameterShard], setting: Setting) -> list[list[ParameterShard]]:
     """Trained parameters by the bucket in which their gradients are reduced, in order."""
     trained = [shard for shard in shards if shard.trained]
-    splits = _splits_gradients(setting)
+    splits = setting.splits_gradients
     split_axes = {
         axis: view_of(shard, setting).splits_gradients for axis, shard in {s.axis: s for s in trained}.items()
     }
@@ -84,12 +94,7 @@ def buckets_of(shards: Sequence[ParameterShard], setting: Setting) -> list[list[
 def _is_late(shard: ParameterShard, setting: Setting) -> bool:
     """Whether the gradient is reduced when the step ends."""
     is_split = bool(shard.shape) and view_of(shard, setting).splits_gradients
-    return shard.late or (_splits_gradients(setting) and not is_split)
-
-
-def _splits_gradients(setting: Setting) -> bool:
-    """Whether data ranks keep only their parts of most gradients, so that each backward reduces."""
-    return setting.zero >= 2 and setting.size(setting.shard_axis) > 1
+    return shard.late or (setting.splits_gradients and not is_split)
 
 
 def data_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterator[tuple[Message, int]]:
@@ -101,7 +106,7 @@ def data_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterato
         return
     for bucket in buckets_of(shards, setting):
         view = view_of(bucket[0], setting)
-        once = _is_late(bucket[0], setting) or setting.defer or not _splits_gradients(setting)
+        once = _is_late(bucket[0], setting) or setting.defer or not setting.splits_gradients
         scatters = (view.splits_gradients or view.scatters) and bool(bucket[0].shape)
         messages = _reduce_scatter(bucket, view) if scatters else _all_reduce(bucket, view)
         for message in messages:
@@ -124,7 +129,7 @@ def _all_reduce(bucket: Sequence[ParameterShard], view: DataView) -> Iterator[Me
     splits = view.splits_gradients
     axes = [axis for axis in view.axes if not (splits and axis == view.shard_axis)]
     for group in ([axes] if axes else []) + ([[view.shard_axis]] if splits else []):
-        yield Message("all_reduce", view.name(group), view.mesh.ranks(*group), size, _bucket_name(bucket), "backward")
+        yield Message("all_reduce", view.name(group), view.ranks_of(group), size, _bucket_name(bucket), "backward")
 
 
 def _reduce_scatter(bucket: Sequence[ParameterShard], view: DataView) -> Iterator[Message]:
@@ -134,7 +139,7 @@ def _reduce_scatter(bucket: Sequence[ParameterShard], view: DataView) -> Iterato
     yield Message(op, axis, ranks, ranks * local, _bucket_name(bucket), "backward")
     other_axes = [name for name in view.axes if name != axis]
     if other_axes:
-        name, size = view.name(other_axes), view.mesh.ranks(*other_axes)
+        name, size = view.name(other_axes), view.ranks_of(other_axes)
         yield Message("all_reduce", name, size, local, _bucket_name(bucket), "backward")
 
 
@@ -143,10 +148,14 @@ def _gathers(shards: Sequence[ParameterShard], setting: Setting) -> Iterator[Mes
     if not shards or (view := view_of(shards[0], setting)).ranks == 1:
         return
     axis, ranks, item = view.shard_axis, view.ranks, setting.compute_bytes
+    trained = [shard for shard in shards if shard.trained and shard.shape]
+    if setting.training_system.by_owner:  # around the ring of all ranks, as a gather of as many bytes
+        owners = min(ranks, len(trained))
+        size = sum(shard.numel for shard in trained) * item // owners
+        yield from (Message("all_gather", axis, ranks, size, f"parameters of owner {n}", "step") for n in range(owners))
+        return
     small_bytes, num_small = 0, 0
-    for shard in shards:
-        if not shard.trained or not shard.shape:
-            continue
+    for shard in trained:
         if _is_gathered_alone(shard, ranks, item):
             yield Message("all_gather", axis, ranks, shard.numel * item, shard.name, "step")
         else:
@@ -187,7 +196,7 @@ def _fsdp_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterat
             yield Message("reduce_scatter", axis, ranks, ranks * reduced, unit, "backward"), reductions
         for other in (axis for axis in view.axes if axis != view.shard_axis):
             if trained:
-                yield Message("all_reduce", other, view.mesh.ranks(other), reduced, unit, "backward"), reductions
+                yield Message("all_reduce", other, view.ranks_of([other]), reduced, unit, "backward"), reductions
     everyone = setting.group_name(setting.data_axes)
     flags = Message(
         "all_reduce", everyone, setting.size(*setting.data_axes), len(shards), "used parameters", "backward"

@@ -33,3 +33,9 @@ def interval_of(seconds: float, setting: Setting, machine: Machine, *, has_exper
     times = constant("interval.not_scored") if machine.not_scored else 1.0
     below, above = (constant(f"interval.{kind}.{side}") * times for side in ("below", "above"))
     return Interval(seconds * math.exp(-below), seconds * math.exp(above))
+
+
+def memory_interval(size: float) -> Interval:
+    """Of a device's memory that was estimated to be `size` bytes."""
+    below, above = (constant(f"interval.memory.{side}") for side in ("below", "above"))
+    return Interval(size * math.exp(-below), size * math.exp(above))

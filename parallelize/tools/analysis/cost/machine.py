@@ -63,6 +63,7 @@ class Machine:
         peak_flops: dtype -> operations per second.
         matmul_efficiency, memory_efficiency: the fraction of `peak_flops` and of `memory_bytes_per_s` that is reached.
         kernel_us: the time that the host takes to launch an op, in microseconds.
+        flash_2: the rate of FlashAttention 2 over that of attention kernels written for the device.
         node_ranks: devices of a node. `inside` connects them; `between` connects nodes.
         sources: constant -> where its value comes from. constants: constant -> value.
         not_scored: why no estimate for this device was compared with measurements; empty where some were.
@@ -80,6 +81,7 @@ class Machine:
     between: Link
     sources: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
+    flash_2: float = 1.0
     not_scored: str = ""
 
     def device_s(self, totals: Totals, dtype: str, kernels: KernelSet, narrow: str = "") -> float:
@@ -89,12 +91,20 @@ class Machine:
         bytes for each operation, are slower.
         """
         rate = self.peak_flops[dtype] * self.matmul_efficiency
-        forward, backward = kernels.attention
         gain = self.peak_flops.get(narrow, 0.0) / self.peak_flops[dtype] * constant("narrow") if narrow else 1.0
         linear_flops = totals.linear_flops / max(gain, 1.0)  # a device without such units computes in `dtype`
-        flops_s = linear_flops + totals.forward_flops / forward + totals.backward_flops / backward
         moved = totals.matmul_bytes * constant("matmul_bytes") + totals.moved_bytes * kernels.elements
-        return flops_s / rate + moved / (self.memory_bytes_per_s * self.memory_efficiency)
+        return linear_flops / rate + self.attention_s(totals, dtype, kernels) + self.moved_s(moved)
+
+    def attention_s(self, totals: Totals, dtype: str, kernels: KernelSet) -> float:
+        """Seconds of the operations of attention."""
+        forward, backward = kernels.attention
+        rate = self.peak_flops[dtype] * self.matmul_efficiency * (self.flash_2 if kernels.flash_2 else 1.0)
+        return (totals.forward_flops / forward + totals.backward_flops / backward) / rate
+
+    def moved_s(self, size: float) -> float:
+        """Seconds in which the device's memory moves bytes."""
+        return size / (self.memory_bytes_per_s * self.memory_efficiency)
 
     def host_s(self, totals: Totals, kernels: KernelSet) -> float:
         """Seconds that the host takes to launch ops."""
@@ -114,6 +124,11 @@ class Machine:
             return self.inside.reached
         cards = 1 if op in ("send", "all_to_all") else placement.in_node
         return min(self.inside.reached, cards * self.between.reached)
+
+    def contention(self, placement: Placement) -> float:
+        """What messages of a group that run behind compute take from it, over the time that they take: multiprocessors,
+        and the more memory bandwidth the faster their link is."""
+        return constant(f"contention.{'inside' if placement.nodes == 1 else 'between'}")
 
     def message_s(self, message: Message, spec: MeshSpec) -> float:
         """Seconds of a message. A receive is counted at its sender."""
@@ -172,7 +187,7 @@ def load_machine(name: str | os.PathLike) -> Machine:
             )
         )
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = _parsed(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         what = f"cannot read it: {str(error).splitlines()[0]}"
         raise PlanError(Problem("bad-hardware", what, str(path))) from error
@@ -197,10 +212,20 @@ def load_machine(name: str | os.PathLike) -> Machine:
     )
 
 
+@lru_cache(maxsize=32)
+def _parsed(text: str) -> Any:
+    return yaml.safe_load(text)
+
+
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _NARROW = ("float8", "float4")
 _LINK = ("bytes_per_s", "latency_us", "efficiency", "rank_us")
-_DEFAULTS = {"inside.rank_us": 0.0, "between.rank_us": 0.0, **{f"peak_flops.{name}": 0.0 for name in _NARROW}}
+_DEFAULTS = {
+    "flash_2": 1.0,
+    "inside.rank_us": 0.0,
+    "between.rank_us": 0.0,
+    **{f"peak_flops.{name}": 0.0 for name in _NARROW},
+}
 
 
 def _constant_names() -> Iterator[str]:
@@ -210,6 +235,7 @@ def _constant_names() -> Iterator[str]:
         "matmul_efficiency",
         "memory_efficiency",
         "kernel_us",
+        "flash_2",
         "node_ranks",
     )
     yield from (f"peak_flops.{dtype}" for dtype in (*_DTYPES, *_NARROW))
@@ -241,6 +267,7 @@ def _machine(name: str, values: dict[str, Any], sources: dict[str, str]) -> Mach
         matmul_efficiency=float(values["matmul_efficiency"]),
         memory_efficiency=float(values["memory_efficiency"]),
         kernel_us=float(values["kernel_us"]),
+        flash_2=float(values["flash_2"]),
         node_ranks=int(values["node_ranks"]),
         inside=link("inside"),
         between=link("between"),

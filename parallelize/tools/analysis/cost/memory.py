@@ -18,8 +18,8 @@ from parallelize.plan.parameter_shards import ParameterShard, stored_elements, z
 from parallelize.tools.analysis.cost.data_axes import MOMENTUM_BYTES, gathered_after_step, view_of
 from parallelize.tools.analysis.cost.in_flight import has_closed_form, stages_in_flight
 from parallelize.tools.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
+from parallelize.tools.analysis.cost.stored_gradients import SplitGradients, is_buffered, pool_bytes
 from parallelize.tools.analysis.cost.systems import OWN
-from parallelize.tools.analysis.cost.stored_gradients import SplitGradients, is_buffered, is_split, pool_bytes
 from parallelize.tools.analysis.cost.training_step import RankStep, receives_early
 from parallelize.tools.analysis.record.constants import constant
 from parallelize.tools.analysis.record.trace_data import LOSS, Segment
@@ -139,7 +139,7 @@ def _fixed_gradients(step: RankStep, gradients: int) -> int:
     setting = step.setting
     if is_buffered(setting):
         return gradients
-    if is_split(setting):
+    if setting.splits_gradients:
         whole = [shard for shard in step.shards if shard.trained and shard.splits.gradient == 1]
         return sum(shard.numel + 1 for shard in whole) * setting.gradient_bytes if setting.zero == 2 else 0
     return 0 if setting.zero == 3 else gradients - _new_gradients(step)
@@ -189,7 +189,7 @@ class _MicrobatchWalk:
 
     def __init__(self, step: RankStep, new_gradients: int):
         setting, ranks = step.setting, step.setting.size("pp")
-        units = GatheredUnits(step.shards, setting) if setting.zero == 3 and is_split(setting) else None
+        units = GatheredUnits(step.shards, setting) if setting.zero == 3 and setting.splits_gradients else None
         waiting = stages_in_flight(ranks, len(step.local_stages), setting.step_microbatches, step.pp_rank)
         actions = [step.segments(stage, later=True) for stage in step.local_stages]
         nets = [sum(curve_of(segment).net for segment in action.forward) for action in actions]
@@ -244,7 +244,7 @@ class _MemoryWalk:
         self._last_sent_back = 0  # bytes of the gradient that was sent last
         self._begun: set[int] = set()  # stages that have run a backward
         self._buffered = is_buffered(step.setting)
-        self._split = SplitGradients(step) if is_split(step.setting) else None
+        self._split = SplitGradients(step) if step.setting.splits_gradients else None
         gathers = step.setting.zero == 3 and self._split is not None
         self._units = GatheredUnits(step.shards, step.setting) if gathers else None
 
@@ -258,7 +258,9 @@ class _MemoryWalk:
             if not isinstance(action, Action):
                 continue
             curves = self._curves_of(action)
-            stored = [gradients] if self._split is None else self._split.before_each(action, [unit for unit, _ in curves])
+            stored = (
+                [gradients] if self._split is None else self._split.before_each(action, [unit for unit, _ in curves])
+            )
             found = list(self._moments_of(action, curves, stored, activations))
             yield from found if self.by_segment or not found else [_highest(found)]
             activations += sum(curve.net for _, curve in curves)
@@ -361,7 +363,7 @@ def _optimizer_elements(shards: Sequence[ParameterShard], setting: Setting) -> i
 def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """ZeRO 3, when activations are freed: a gathered group, its full gradients, and the buffer of their
     reduce-scatter."""
-    if setting.zero != 3 or setting.size(setting.shard_axis) == 1:
+    if setting.zero != 3 or setting.shard_ranks == 1:
         return 0
     item, groups = 2 * setting.compute_bytes + setting.gradient_bytes, zero_groups(shards).values()
     return max((gathered_bytes(group, setting, item, times_of_codes=2) for group in groups), default=0)
@@ -464,9 +466,7 @@ class Curve:
     peak_all: int
 
 
-def _curves(
-    segments: Sequence[Segment], units: GatheredUnits | None, is_backward: bool
-) -> list[tuple[str, Curve]]:
+def _curves(segments: Sequence[Segment], units: GatheredUnits | None, is_backward: bool) -> list[tuple[str, Curve]]:
     """(unit, curve) of each segment. Under ZeRO 3 full gradients, which stay until the unit has run backward, and what
     is gathered count at its peak alone."""
     curves = [(segment.unit, curve_of(segment)) for segment in segments]

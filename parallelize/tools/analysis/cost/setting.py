@@ -42,7 +42,10 @@ class Setting(Options):
         transport: "nccl" or "gloo", which use different ops for some collectives.
         kernels: a name of `kernel_sets.yaml`: what computes norms, activations, attention and the loss.
         system: a name of `systems.yaml`: what 16 bits mean for gradients and sums, and what is hidden behind compute.
+        matmuls_again: whether recompute "selective" computes every second matmul again, as torchtitan's op-level policy
+            does, and not only what is between matmuls.
         attention_again: whether attention alone runs once more in backward, as Megatron's selective recompute has it.
+        gathers_keys: whether ranks of cp gather keys and values before attention, and do not pass them around a ring.
         matmul_dtype: of the layers' linears where it is narrower than `dtype`: "float8", "mxfp8" or "float4".
     """
 
@@ -56,6 +59,8 @@ class Setting(Options):
     kernels: str = RECORDED
     system: str = OWN
     attention_again: bool = False
+    matmuls_again: bool = False
+    gathers_keys: bool = False
     matmul_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +83,18 @@ class Setting(Options):
     def shard_axis(self) -> str:
         """The axis over which ZeRO shards."""
         return self.mesh.shard_axis
+
+    @property
+    def zero_axes(self) -> tuple[str, ...]:
+        """The axes over whose ranks together ZeRO shards: the shard axis, and in systems that do so those of cp. (This
+        package's code does not.)"""
+        over_cp = self.kernels != RECORDED and self.training_system.over_cp and self.size("cp") > 1
+        return (self.shard_axis, "cp") if over_cp else (self.shard_axis,)
+
+    @property
+    def shard_ranks(self) -> int:
+        """The ranks over which ZeRO shards."""
+        return self.size(*self.zero_axes)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -132,6 +149,11 @@ class Setting(Options):
     def uses_reducer(self) -> bool:
         """Whether `axes/zero/reducer.py` stores the gradients in its own buffers."""
         return self.zero < 3 and (bool(self.data_axes) or self.low_precision)
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Whether a data rank keeps only its rows of most gradients, so that each backward reduces them."""
+        return self.zero >= 2 and self.shard_ranks > 1
 
     @property
     def tokens(self) -> int:

@@ -23,19 +23,15 @@ from parallelize.tools.analysis.cost.data_axes import buckets_of, view_of
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.cost.training_step import RankStep
 
+
 def is_buffered(setting: Setting) -> bool:
     """Whether all gradients have their memory before the first backward."""
-    return setting.uses_reducer and not is_split(setting)
-
-
-def is_split(setting: Setting) -> bool:
-    """Whether a rank keeps only its rows of most gradients."""
-    return setting.zero >= 2 and setting.size(setting.shard_axis) > 1
+    return setting.uses_reducer and not setting.splits_gradients
 
 
 def pool_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """The flat buffers of two reductions at once, which ZeRO 2 keeps from step to step."""
-    if setting.zero != 2 or not is_split(setting):
+    if setting.zero != 2 or not setting.splits_gradients:
         return 0
     numels = []
     for bucket in buckets_of(shards, setting):

@@ -4,7 +4,7 @@ Arithmetic.
 Beside the estimate stand two bounds. *Sequential*: nothing is overlapped. *Overlapped*: everything that can run while
 compute runs does, and is hidden completely: messages between stages, reductions over data axes during the last
 backward, ZeRO 3's gathers at any time, and messages over tp where the plan's linears are overlapped. In the estimate,
-what a system hides still takes a part of its time from compute (the constant `contention`: kernels of messages take
+what a system hides still takes a part of its time from compute (the constants `contention.*`: kernels of messages take
 multiprocessors and memory bandwidth), and messages between stages are waited for.
 """
 
@@ -23,12 +23,15 @@ from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.cost.training_step import MessageTotals, RankStep
 from parallelize.tools.analysis.record.constants import constant
 from parallelize.tools.analysis.record.kernel_sets import kernel_set
+from parallelize.tools.analysis.record.trace_data import Totals
 
 
 @dataclass(frozen=True)
 class StageTime:
     """Seconds of one microbatch in one stage: of ops on the device, of messages over tp, cp and ep, and of the host
-    that launches both. dgrad_fraction: dgrad's part of backward."""
+    that launches both. dgrad_fraction: dgrad's part of backward.
+
+    forward_ring_s, backward_ring_s: keys and values around the ring of cp, of which attention hides a part."""
 
     forward_device_s: float
     forward_messages_s: float
@@ -38,12 +41,16 @@ class StageTime:
     backward_host_s: float
     flops: float
     dgrad_fraction: float = 0.5
+    forward_ring_s: float = 0.0
+    backward_ring_s: float = 0.0
 
     def forward_s(self, overlapped: bool) -> float:
-        return _with_host(_combined(self.forward_device_s, self.forward_messages_s, overlapped), self.forward_host_s)
+        device_s = _combined(self.forward_device_s, self.forward_messages_s, overlapped) + self.forward_ring_s
+        return _with_host(device_s, self.forward_host_s)
 
     def backward_s(self, overlapped: bool) -> float:
-        return _with_host(_combined(self.backward_device_s, self.backward_messages_s, overlapped), self.backward_host_s)
+        device_s = _combined(self.backward_device_s, self.backward_messages_s, overlapped) + self.backward_ring_s
+        return _with_host(device_s, self.backward_host_s)
 
     @property
     def hidden_s(self) -> float:
@@ -115,18 +122,29 @@ def stage_time(step: RankStep, stage: int, machine: Machine) -> StageTime:
     """The time of one microbatch in one stage."""
     setting, kernels = step.setting, kernel_set(step.setting.kernels)
     forward, backward, dgrad, wgrad = step.totals(stage)
+    dtype = setting.dtype or setting.weights_dtype
+    hand_over_s = setting.training_system.stage_s if setting.size("pp") > 1 else 0.0
     narrow = "float8" if setting.matmul_dtype == "mxfp8" else setting.matmul_dtype or ""
-    device_s = partial(machine.device_s, dtype=setting.dtype or setting.weights_dtype, kernels=kernels, narrow=narrow)
+    device_s = partial(machine.device_s, dtype=dtype, kernels=kernels, narrow=narrow)
     dgrad_s, wgrad_s = device_s(dgrad), device_s(wgrad)
+
+    def ring_s(phase: str, totals: Totals) -> float:
+        sends = step.messages_in(stage, phase).get(("send", "cp"), (0.0, 0.0))
+        sends_s = _messages_s({("send", "cp"): sends}, machine, setting)
+        hidden_s = min(sends_s, machine.attention_s(totals, dtype, kernels) * (1 - 1 / setting.size("cp")))
+        return sends_s - hidden_s * (1 - machine.contention(machine.placement(setting.mesh, "cp")))
+
     return StageTime(
         forward_device_s=device_s(forward),
-        forward_messages_s=_messages_s(step.messages_in(stage, "forward"), machine, setting),
-        forward_host_s=machine.host_s(forward, kernels),
+        forward_messages_s=_in_stage_s(step.messages_in(stage, "forward"), machine, setting),
+        forward_host_s=machine.host_s(forward, kernels) + hand_over_s,
         backward_device_s=device_s(backward),
-        backward_messages_s=_messages_s(step.messages_in(stage, "backward"), machine, setting),
-        backward_host_s=machine.host_s(backward, kernels),
+        backward_messages_s=_in_stage_s(step.messages_in(stage, "backward"), machine, setting),
+        backward_host_s=machine.host_s(backward, kernels) + hand_over_s,
         flops=step.flops(stage),
         dgrad_fraction=dgrad_s / max(dgrad_s + wgrad_s, 1e-30),
+        forward_ring_s=ring_s("forward", forward),
+        backward_ring_s=ring_s("backward", backward),
     )
 
 
@@ -136,6 +154,11 @@ def _messages_s(groups: MessageTotals, machine: Machine, setting: Setting) -> fl
         for (op, axis), (sent, times) in groups.items()
         if op != "recv"
     )
+
+
+def _in_stage_s(groups: MessageTotals, machine: Machine, setting: Setting) -> float:
+    """Of messages inside a stage, without those of the ring of cp."""
+    return _messages_s({key: value for key, value in groups.items() if key != ("send", "cp")}, machine, setting)
 
 
 def step_time(
@@ -172,7 +195,16 @@ def step_time(
     gathers_s, reductions_s = (max(seconds) for seconds in zip(*data, strict=True))
     exposed_s = _exposed_reductions_s(setting, stages, reductions_s) + max(0.0, gathers_s - hidden_s)
     optimizer_s = max(_optimizer_s(memory, machine) for memory in memories)
-    parts = _parts(setting, schedule, stages, (gathers_s, reductions_s), send_s, optimizer_s)
+    parts = _parts(
+        setting,
+        schedule,
+        stages,
+        hidden_s,
+        machine,
+        (gathers_s, reductions_s, max(_copies_s(step, machine) for step in steps)),
+        send_s,
+        optimizer_s,
+    )
     step_s = sum(parts.values())
     in_turn_s, overlapped_s = sequential_s + data_s + optimizer_s, hidden_s + exposed_s + optimizer_s
     peak_flops = machine.peak_flops[setting.dtype or setting.weights_dtype] * setting.mesh.world_size
@@ -205,7 +237,8 @@ def _messages_in_stages_s(schedule: Schedule, stages: Sequence[StageTime]) -> fl
     """Seconds of the messages inside the stages of one rank in a step."""
     each = [0.0] * schedule.num_ranks
     for stage, rank in enumerate(schedule.stage_ranks):
-        each[rank] += stages[stage].forward_messages_s + stages[stage].backward_messages_s
+        own = stages[stage]
+        each[rank] += own.forward_messages_s + own.backward_messages_s
     return max(each) * schedule.num_microbatches
 
 
@@ -213,29 +246,32 @@ def _parts(
     setting: Setting,
     schedule: Schedule,
     stages: Sequence[StageTime],
-    over_data: tuple[float, float],
+    whole_s: float,
+    machine: Machine,
+    data_s: tuple[float, float, float],
     send_s: float,
     optimizer_s: float,
 ) -> dict[str, float]:
     """Seconds of the estimate by what they are for.
 
-    over_data: of gathers, and of reductions.
+    whole_s: of the pipeline, without messages between stages. data_s: of gathers, of reductions, and of the copies
+    before and after both.
     """
     count, ranks = setting.step_microbatches, schedule.num_ranks
+    gathers_s, reductions_s, copies_s = data_s
+    over_data = machine.contention(machine.placement(setting.mesh, _data(setting)))
     forward = [stage.forward_s(setting.overlap != "off") for stage in stages]
     backward = [stage.backward_s(setting.overlap != "off") for stage in stages]
-    whole_s = _pipeline_s(schedule, stages, 0.0, overlapped=setting.overlap != "off", simulated=False)
     works = [0.0] * ranks
     compute = [0.0] * ranks
     contended = [0.0] * ranks
     for stage, rank in enumerate(schedule.stage_ranks):
         works[rank] += forward[stage] + backward[stage]
         compute[rank] += stages[stage].compute_s
-        contended[rank] += stages[stage].hidden_s * constant("contention") if setting.overlap != "off" else 0.0
+        contended[rank] += stages[stage].hidden_s * constant("contention.tp") if setting.overlap != "off" else 0.0
     busiest = max(range(ranks), key=works.__getitem__)
     compute_s, busy_s = compute[busiest] * count, works[busiest] * count
     sends = 2 * count * (schedule.num_stages // ranks) + 2 * (ranks - 1) if ranks > 1 else 0
-    gathers_s, reductions_s = over_data
     hidden = setting.training_system.hidden
     backwards = count if setting.zero in (2, 3) and not setting.defer else 1
     room_s = max(stage.backward_compute_s for stage in stages) * backwards
@@ -245,12 +281,17 @@ def _parts(
         "compute": compute_s,
         "tp, cp and ep": busy_s - compute_s + contended[busiest] * count,
         "pipeline": whole_s - busy_s,
-        "between stages": sends * (send_s + constant(f"stage_ms.{setting.system}") * 1e-3),
-        "gathers": exposed_gathers_s + constant("contention") * min(gathers_s, compute_s),
-        "reductions": reductions_s - behind_s + constant("contention") * behind_s,
+        "between stages": sends * send_s,
+        "gathers": exposed_gathers_s + over_data * min(gathers_s, compute_s) + copies_s,
+        "reductions": reductions_s - behind_s + over_data * behind_s,
         "optimizer": optimizer_s * setting.training_system.optimizer,
         "loop": setting.training_system.step_ms * 1e-3,
     }
+
+
+def _data(setting: Setting) -> str:
+    """The axes of one group over data, as the name of their product."""
+    return "*".join(setting.data_axes) or setting.shard_axis
 
 
 def _pipeline_s(
@@ -273,6 +314,20 @@ def _data_s(step: RankStep, machine: Machine) -> tuple[float, float]:
     """Seconds per step over data axes: (gathers of ZeRO 3, everything else)."""
     gathers, reductions = step.messages_over_data
     return _messages_s(gathers, machine, step.setting), _messages_s(reductions, machine, step.setting)
+
+
+def _copies_s(step: RankStep, machine: Machine) -> float:
+    """Seconds per step in which ZeRO 3 copies: what was gathered out of the buffer that it arrived in, gradients into
+    the one that is scattered, where they get the dtype of sums."""
+    setting = step.setting
+    if setting.zero != 3 or not setting.training_system.copied:
+        return 0.0
+    gathers, reductions = step.messages_over_data
+    arrived, scattered = (
+        sum(sent for (op, _), (sent, _) in groups.items() if op == name)
+        for groups, name in ((gathers, "all_gather"), (reductions, "reduce_scatter"))
+    )
+    return machine.moved_s(2 * arrived + scattered * (1 + setting.compute_bytes / setting.reduced_bytes))
 
 
 def _exposed_reductions_s(setting: Setting, stages: Sequence[StageTime], reductions_s: float) -> float:

@@ -20,6 +20,7 @@ from parallelize.tools.analysis.cost.data_axes import MatrixSteps, data_messages
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.record.layer_dedup import ABSENT
 from parallelize.tools.analysis.record.trace_data import (
+    LAYERS,
     LOSS,
     OUTSIDE,
     MemoryChange,
@@ -175,7 +176,8 @@ class RankStep:
         gathers: list[tuple[Message, int]] = []
         others: list[tuple[Message, int]] = []
         for message, times in self.messages:
-            in_layers = message.axis == "cp" and message.op in ("send", "all_to_all")  # attention's, of a stage
+            of_attention = message.op in ("send", "all_to_all") or message.module == LAYERS
+            in_layers = message.axis == "cp" and of_attention
             if in_layers or not _is_over_data_axes(message, self.setting):
                 continue
             is_gather = message.op == "all_gather" and message.phase != "step"
@@ -400,7 +402,10 @@ def _ended(segments: list[Segment], unfreed: int) -> tuple[Segment, ...]:
 def _renamed(segment: Segment, recorded: str, unit: str) -> Segment:
     if recorded == unit:
         return segment
-    messages = [m._replace(module=unit + m.module[len(recorded) :]) for m in segment.messages]
+    messages = [
+        m._replace(module=unit + m.module[len(recorded) :]) if m.module.startswith(recorded) else m
+        for m in segment.messages
+    ]
     return replace(segment, unit=unit, messages=messages)
 
 

@@ -18,6 +18,7 @@ from parallelize.tools.analysis.cost.training_step import RankStep
 from parallelize.tools.analysis.outline.decoder import Decoder, Weight
 from parallelize.tools.analysis.outline.parts import DecoderParts, Work, segment
 from parallelize.tools.analysis.record.trace_data import (
+    LAYERS,
     LOSS,
     MicrobatchSegments,
     MicrobatchTrace,
@@ -26,7 +27,7 @@ from parallelize.tools.analysis.record.trace_data import (
 )
 
 SPLIT = ("zbv", "zb1p", "interleaved_zb", "dualpipe_v")  # schedules in which dgrad and wgrad run apart
-FIRST, LAST, LAYERS = "embedding", "head", "layers"
+FIRST, LAST = "embedding", "head"
 
 
 @dataclass
@@ -78,8 +79,9 @@ class OutlinedSubject:
         """One microbatch of all parts."""
         key = (
             setting.size("tp"), setting.size("cp"), setting.microbatch_size, setting.sequence, setting.kernels,
+            setting.system, setting.matmul_dtype, setting.ulysses, setting.gathers_keys, setting.matmuls_again,
             setting.sequence_parallel, setting.loss_parallel, setting.recompute, setting.recompute_every, setting.ep,
-            setting.etp, setting.gradient_bytes, setting.attention_again, setting.matmul_dtype, setting.ulysses,
+            setting.etp, setting.gradient_bytes, setting.attention_again,
         )  # fmt: skip
         if key not in self._traces:
             self._traces[key] = self._trace(setting)
@@ -180,7 +182,7 @@ def _shard(weight: Weight, unit: str, stage: int, setting: Setting, decoder: Dec
         shape = (decoder.experts // (setting.ep if folds else 1) * shape[0], *shape[1:])
     if folds:
         mesh = folded(setting.mesh, setting.expert_ranks)
-    ranks = mesh.ranks("edp" if folds else setting.shard_axis)
+    ranks = mesh.ranks("edp") if folds else setting.shard_ranks
     zero = setting.zero
     splits = Splits(ranks if zero == 3 else 1, ranks if zero >= 2 else 1, ranks if zero >= 1 else 1)
     name = f"{unit}.{weight.name}"

@@ -13,10 +13,11 @@ from functools import cached_property
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.outline.decoder import Decoder
 from parallelize.tools.analysis.record.kernel_sets import KernelSet, kernel_set
-from parallelize.tools.analysis.record.trace_data import Kernel, MemoryChange, Message, Segment
+from parallelize.tools.analysis.record.trace_data import LAYERS, Kernel, MemoryChange, Message, Segment
 
 ITEM = 2  # bytes of an element of 16 bits
 SUM_ITEM = 4  # of a float32
+DISPATCH_LAUNCHES = 24  # of `ep` in one direction: counts, two sorts of rows, and their sum; an assumption
 RING_LAUNCHES = 8  # of a turn of the ring of cp: two messages, attention, and the sum of its results
 
 
@@ -80,7 +81,8 @@ class DecoderParts:
             compute.append(_moved(qk * part.rotary.forward))
         messages = [*self._tp_pair(hidden_whole, "forward"), *self._tp_pair(hidden_whole, "forward")]
         messages += [*self._context_messages("forward", 1), *self._expert_messages(dense, "forward")]
-        return Work(tuple(compute), tuple(messages), part.launches.forward + self._ring_launches)
+        launches = part.launches.forward + self._ring_launches + self._expert_launches(dense, 2)
+        return Work(tuple(compute), tuple(messages), launches)
 
     def layer_backward(self, dense: bool = False) -> Work:
         own, part = self.decoder, self.kernels
@@ -93,13 +95,14 @@ class DecoderParts:
             *self._feed_forward(dense, 2),
             _moved(2 * hidden * part.norm.backward),
             _moved(2 * hidden * part.residual.backward),
-            _moved(self._layer_gradients(dense) * self.setting.gradient_bytes * 2.0),  # added to what is there
+            self._added(self._layer_gradients(dense)),
         ]
         if not own.positions:
             compute.append(_moved(qk * part.rotary.backward))
         messages = [*self._tp_pair(hidden_whole, "backward"), *self._tp_pair(hidden_whole, "backward")]
         messages += [*self._context_messages("backward", 2), *self._expert_messages(dense, "backward")]
-        return Work(tuple(compute), tuple(messages), part.launches.backward + 2 * self._ring_launches)
+        launches = part.launches.backward + 2 * self._ring_launches + self._expert_launches(dense, 4)
+        return Work(tuple(compute), tuple(messages), launches)
 
     def layer_kept(self, dense: bool = False) -> float:
         """Bytes that a layer keeps for backward, without recompute, its input among them."""
@@ -114,7 +117,7 @@ class DecoderParts:
         for width, tokens in self._ffn_widths(dense):
             kept += tokens * width * activation.kept
         if own.experts and not dense:
-            kept += self.tokens * own.chosen / self._etp * own.hidden * ITEM * 2  # sent and received rows
+            kept += self._expert_rows_kept * own.hidden * ITEM
         return kept
 
     def layer_peak(self, dense: bool = False) -> float:
@@ -139,9 +142,32 @@ class DecoderParts:
         activation = part.gated if own.gated else part.plain
         rows = sum(tokens * width for width, tokens in self._ffn_widths(dense))
         hidden = self.residual_tokens * own.hidden
-        again = (_moved(2 * hidden * part.norm.forward), _moved(rows * activation.forward))
+        again = [_moved(2 * hidden * part.norm.forward), _moved(rows * activation.forward)]
         less = 2 * hidden * max(0.0, part.norm.kept - ITEM) + rows * max(0.0, activation.kept - own.gates * ITEM)
-        return Work(again, (), part.launches.forward / 2), less
+        if self.setting.matmuls_again:  # in their order: keys, what attention gives to the residual, and the gate
+            width = rows / self.tokens
+            again += self._linear(own.hidden, own.kv_width / self.tp)
+            again += self._linear(own.query_width / self.tp, own.hidden)
+            again += self._linear(own.hidden, width) if own.gated else ()
+            less += (self.tokens * own.kv_width / self.tp + hidden + (rows if own.gated else 0)) * ITEM
+        return Work(tuple(again), (), part.launches.forward / 2), less
+
+    @property
+    def _expert_rows_kept(self) -> float:
+        """Rows of hidden width that a mixture keeps: what experts are given, sorted, and what they return; with `ep`
+        also what arrived, before it was sorted, of every rank of an expert."""
+        chosen = self.decoder.chosen
+        if self.setting.ep == 1:
+            return 2 * self.tokens * chosen / self.tp
+        return self.residual_tokens * chosen * (1 + 2 * self._etp)
+
+    def _expert_launches(self, dense: bool, matmuls: int) -> float:
+        """Of matmuls that are launched for one expert after another, and of what tokens' way to other ranks takes."""
+        own = self.decoder
+        if dense or not own.experts:
+            return 0.0
+        ways = DISPATCH_LAUNCHES if self.setting.ep > 1 else 0
+        return own.experts // max(self.setting.ep, 1) * matmuls * self.kernels.grouped + ways
 
     @cached_property
     def _etp(self) -> int:
@@ -183,6 +209,10 @@ class DecoderParts:
             each = sum(weight.numel for weight in own.layer_weights() if weight.is_expert)
             total += each * experts / (max(self.setting.ep, 1) * self._etp)
         return total
+
+    def _added(self, elements: float) -> Kernel:
+        """Gradients of weights are added to those that are there: by an op of its own, or while the matmul writes."""
+        return Kernel(0.0, elements * self.setting.gradient_bytes * 2.0, self.kernels.adds_gradients)
 
     def _linear(
         self, inside: float, outside: float, times: int = 1, tokens: float | None = None, copies: int = 1
@@ -241,11 +271,10 @@ class DecoderParts:
 
     def last_backward(self) -> Work:
         own, part = self.decoder, self.kernels
-        gradients = own.vocab * own.hidden / self.tp * self.setting.gradient_bytes * 2.0
         compute = (
             *self._linear(own.hidden, own.vocab / self.tp, 2),
             _moved(self.residual_tokens * own.hidden * part.norm.backward + self._logits * part.logits.backward),
-            _moved(gradients),
+            self._added(own.vocab * own.hidden / self.tp),
         )
         messages = []
         if self.tp > 1:
@@ -263,7 +292,7 @@ class DecoderParts:
         """Bytes of the loss beside those. Logits that every rank of tp has in full were gathered: the parts that came,
         what they are joined to, and its gradient."""
         gathered = 3 * ITEM if self.tp > 1 and not self.setting.loss_parallel else 0
-        return self._logits * (self.kernels.logits.peak + gathered)
+        return self._logits * (self.kernels.logits.peak + gathered + self.setting.training_system.logits)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -273,33 +302,41 @@ class DecoderParts:
             return
         size = int(elements * ITEM)
         if not self.setting.sequence_parallel:
-            yield Message("all_reduce", "tp", self.tp, size, "layers", phase)
+            yield Message("all_reduce", "tp", self.tp, size, LAYERS, phase)
             return
-        yield Message("all_gather", "tp", self.tp, size, "layers", phase)
-        yield Message("reduce_scatter", "tp", self.tp, size, "layers", phase)
+        yield Message("all_gather", "tp", self.tp, size, LAYERS, phase)
+        yield Message("reduce_scatter", "tp", self.tp, size, LAYERS, phase)
 
     def _gathered(self, elements: float, phase: str) -> Iterator[Message]:
         if self.tp > 1 and self.setting.sequence_parallel:
             yield Message("all_gather", "tp", self.tp, int(elements * ITEM), "head", phase)
 
     def _context_messages(self, phase: str, times: int) -> Iterator[Message]:
-        """Keys and values (in backward with their gradients) around the ring of cp; or heads for tokens, and back."""
+        """Keys and values (in backward with their gradients) around the ring of cp, or gathered; or heads for tokens,
+        and back."""
         ranks, own = self.setting.size("cp"), self.decoder
         if ranks == 1:
             return
         if self.setting.ulysses > 1:
             exchanged = self.tokens * (2 * own.query_width + 2 * own.kv_width) / self.tp * ITEM
-            yield Message("all_to_all", "cp", ranks, int(exchanged), "layers", phase)
+            yield Message("all_to_all", "cp", ranks, int(exchanged), LAYERS, phase)
+            return
+        if self.setting.gathers_keys:
+            size = int(self.tokens * ranks * 2 * own.kv_width / self.tp * ITEM)
+            yield Message("all_gather", "cp", ranks, size, LAYERS, phase)
+            if phase == "backward":
+                yield Message("reduce_scatter", "cp", ranks, size, LAYERS, phase)
             return
         size = int(self.tokens * 2 * own.kv_width / self.tp * ITEM * times)
         for _ in range(ranks - 1):
-            yield Message("send", "cp", 2, size, "layers", phase)
+            yield Message("send", "cp", 2, size, LAYERS, phase)
 
     @cached_property
     def _ring_launches(self) -> int:
         """Of one direction of a layer."""
         ranks = self.setting.size("cp")
-        return 0 if ranks == 1 else RING_LAUNCHES * (1 if self.setting.ulysses > 1 else ranks - 1)
+        turns = 1 if self.setting.ulysses > 1 or self.setting.gathers_keys else ranks - 1
+        return 0 if ranks == 1 else RING_LAUNCHES * turns
 
     def _expert_messages(self, dense: bool, phase: str) -> Iterator[Message]:
         """Tokens to their experts, and results back."""

@@ -49,7 +49,12 @@ class KernelSet:
         scores: attention that has its scores in memory, for each of them; zeros: a fused kernel.
         logits: the loss, for each logit.
         dropout: bytes kept for masks, for each element of the hidden state.
-        launches: ops that the host launches for a layer.
+        launches: ops that the host launches for a layer. by_expert: whether the matmuls of experts are launched one
+            expert after another, and not by one kernel for all of them.
+        adds_gradients: whether the matmul of a weight's gradient adds it to those of earlier microbatches itself.
+        flash_2: whether attention is FlashAttention 2 (or that of `SDPBackend.FLASH_ATTENTION`) on every GPU, and not
+            a kernel that was written for the GPU.
+        constants_of: "attention", "elements" or "host" -> the set whose fitted constant it has.
     """
 
     name: str
@@ -63,21 +68,35 @@ class KernelSet:
     logits: Traffic
     dropout: float
     launches: Launches
+    by_expert: bool
+    adds_gradients: bool
+    flash_2: bool
+    constants_of: Mapping[str, str]
+
+    def fitted(self, kind: str) -> str:
+        """The set that a constant of some kind is named after."""
+        return self.constants_of.get(kind, self.name)
 
     @property
     def attention(self) -> tuple[float, float]:
         """The rate of attention over that of large matmuls, in forward and in backward."""
-        return constant(f"attention.{self.name}.forward"), constant(f"attention.{self.name}.backward")
+        name = self.fitted("attention")
+        return constant(f"attention.{name}.forward"), constant(f"attention.{name}.backward")
 
     @property
     def host(self) -> float:
         """The time of a launch on the host, over that of an op of PyTorch (`kernel_us` of a hardware profile)."""
-        return constant(f"host.{self.name}")
+        return constant(f"host.{self.fitted('host')}")
+
+    @property
+    def grouped(self) -> float:
+        """Launches of each expert's matmul."""
+        return constant("grouped") if self.by_expert else 0.0
 
     @property
     def elements(self) -> float:
         """The time of ops that only move memory, over that of their bytes at the bandwidth that large copies reach."""
-        return constant(f"elements.{self.name}")
+        return constant(f"elements.{self.fitted('elements')}")
 
     @property
     def has_scores(self) -> bool:
@@ -117,4 +136,8 @@ def _set(name: str, values: Mapping[str, Any]) -> KernelSet:
         logits=traffic("logits"),
         dropout=float(values["dropout"]),
         launches=Launches(*map(float, values["launches"])),
+        by_expert=bool(values.get("by_expert")),
+        adds_gradients=bool(values.get("adds_gradients")),
+        flash_2=bool(values.get("flash_2")),
+        constants_of=values.get("constants_of", {}),
     )

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 LOSS = "<loss>"
 OUTSIDE = ""
+LAYERS = "layers"
+"""Of an outline: what all layers do."""
 
 
 class Message(NamedTuple):

@@ -20,7 +20,6 @@ from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.mesh import EXPERT_AXES, SAMPLE_AXES, MeshSpec, folded
 from parallelize.comm import p2p
 from parallelize.comm.meshes import mesh_spec
-from parallelize.ops import library
 from parallelize.plan.models.model_source import ModelSource
 from parallelize.state.records import record_of
 from parallelize.tools.analysis.cost.memory import memory_of

@@ -108,9 +108,7 @@ def predicted_peaks(cell: MemoryCell, quick: bool = False) -> dict[int, int]:
     if quick:
         return {}
     schedule = setting.pipeline()
-    return {
-        rank: memory_of(subject.rank_step(setting, schedule, rank)).peak for rank in range(setting.size("pp"))
-    }
+    return {rank: memory_of(subject.rank_step(setting, schedule, rank)).peak for rank in range(setting.size("pp"))}
 
 
 def compared(cell: MemoryCell, pool: Any) -> list[tuple[int, int, int]]:

@@ -8,7 +8,6 @@ import torch
 
 from tests.training.trainers.trainer_jobs import run_trainer
 
-
 HELD_OUT = 58  # the number of the first sample of the evaluation
 
 

@@ -14,7 +14,7 @@ from parallelize.state.records import resolution_of
 from parallelize.training.trainers.own_losses import own_compute_loss
 
 SAMPLING = ("random", "sequential", "group_by_length")
-"""The values of `train_sampling_strategy` whose order is a function of the epoch: see `sample_order`."""
+"""The values of `train_sampling_strategy` whose order is a function of the epoch: see `stock_order`."""
 _COMPILED = "layers that compile themselves: `for layer in parallel.module.model.layers: layer.compile()`"
 _OWN_LOADER = (
     "override get_train_dataloader: `return IterableBatches([read], global_batch_size, mesh=self.mesh).loader(...)`, "

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.comm.mesh_view import MeshView
-from parallelize.training.trainers.sample_order import SampleOrder, stock_order
+from parallelize.training.trainers.stock_order import StockOrder, stock_order
 from parallelize.training.trainers.served_options import refuse_iterated
 
 
@@ -142,7 +142,7 @@ class MicroBatches(Sampler[list[int]]):
 
     def __init__(
         self,
-        order: SampleOrder,
+        order: StockOrder,
         global_batch_size: int,
         accumulated: int,
         *,

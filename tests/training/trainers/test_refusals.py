@@ -13,7 +13,7 @@ from parallelize import build_mesh
 from parallelize.base.errors import CheckpointError, DataError, MeshError, ModelError, ShapeError
 from parallelize.base.mesh import MeshSpec
 from parallelize.training.trainers import served_options as served
-from parallelize.training.trainers.sample_order import SampleOrder, stock_order
+from parallelize.training.trainers.stock_order import StockOrder, stock_order
 from parallelize.training.trainers.sft import ParallelSFTTrainer
 from parallelize.training.trainers.trainer import OVERRIDDEN, ParallelTrainer, _optimizer_class
 from parallelize.training.trainers.trainer_checkpoints import _compare_batches, read_weights
@@ -147,7 +147,7 @@ def indivisible(rank, last):
 
     try:
         MicroBatches(
-            SampleOrder("random", 21 if last else 24),
+            StockOrder("random", 21 if last else 24),
             8 if last else 3,
             1,
             at_once=8 if last else 3,

@@ -16,7 +16,7 @@ from parallelize.base.errors import ModelError, Problem
 T = torch.Tensor
 
 
-class SampleOrder:
+class StockOrder:
     """The samples of each epoch, in the order of the stock Trainer on one process.
 
     Args:
@@ -62,7 +62,7 @@ def _seed_of_workers(generator: torch.Generator) -> None:
     torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
 
 
-def stock_order(trainer: Any, global_batch_size: int) -> SampleOrder:
+def stock_order(trainer: Any, global_batch_size: int) -> StockOrder:
     """The order of the sampler that the stock Trainer makes of its arguments and data.
 
     Args:
@@ -74,11 +74,11 @@ def stock_order(trainer: Any, global_batch_size: int) -> SampleOrder:
     sampler = trainer._get_train_sampler(trainer.train_dataset)
     drawn = torch.initial_seed()  # which the stock Trainer has set to args.seed
     if type(sampler) is SequentialSampler:
-        return SampleOrder("sequential", count)
+        return StockOrder("sequential", count)
     if type(sampler) is RandomSampler and sampler.num_samples == count and not sampler.replacement:
-        return SampleOrder("random", count, seed=drawn if args.data_seed is None else args.data_seed)
+        return StockOrder("random", count, seed=drawn if args.data_seed is None else args.data_seed)
     if type(sampler).__name__ == "LengthGroupedSampler" and sampler.generator is None:
-        return SampleOrder("group_by_length", count, seed=drawn, lengths=sampler.lengths, batch=global_batch_size)
+        return StockOrder("group_by_length", count, seed=drawn, lengths=sampler.lengths, batch=global_batch_size)
     what = f"the {type(sampler).__name__} of _get_train_sampler is not served by {type(trainer).__name__}"
     fix = "override get_train_dataloader, with batches of this data rank: GlobalBatches(..., mesh=self.mesh)"
     raise ModelError(Problem("trainer-option", what, fix=fix))

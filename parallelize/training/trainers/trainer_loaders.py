@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.comm.mesh_view import MeshView
-from parallelize.training.trainers.stock_order import StockOrder, stock_order
 from parallelize.training.trainers.served_options import refuse_iterated
+from parallelize.training.trainers.stock_order import StockOrder, stock_order
 
 
 class TrainerLoaders:

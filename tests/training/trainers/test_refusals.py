@@ -13,8 +13,8 @@ from parallelize import build_mesh
 from parallelize.base.errors import CheckpointError, DataError, MeshError, ModelError, ShapeError
 from parallelize.base.mesh import MeshSpec
 from parallelize.training.trainers import served_options as served
-from parallelize.training.trainers.stock_order import StockOrder, stock_order
 from parallelize.training.trainers.sft import ParallelSFTTrainer
+from parallelize.training.trainers.stock_order import StockOrder, stock_order
 from parallelize.training.trainers.trainer import OVERRIDDEN, ParallelTrainer, _optimizer_class
 from parallelize.training.trainers.trainer_checkpoints import _compare_batches, read_weights
 from parallelize.training.trainers.trainer_loaders import MicroBatches

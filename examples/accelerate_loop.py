@@ -1,7 +1,7 @@
 """accelerate beside a model on a mesh: it finds the device, prints and tracks. Model, loader and schedule are not
 prepared.
 
-torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py dp=2
+torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
 """
 
 import sys
@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from parallelize import GlobalBatches, build_mesh, destroy_groups, parallelize_model
 
-axes = {name: int(size) for name, size in (axis.split("=") for axis in sys.argv[1].split(","))}
+MESH = sys.argv[1] if sys.argv[1:] else "dp=2"
+axes = {name: int(size) for name, size in (axis.split("=") for axis in MESH.split(","))}
 accelerator = Accelerator(cpu=True)
 mesh = build_mesh("cpu", **axes)
 set_seed(0)

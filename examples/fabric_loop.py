@@ -1,6 +1,7 @@
 """Lightning Fabric with its ModelParallelStrategy: `parallelize_fn` is where the model is put on the mesh.
 
-torchrun --standalone --nproc-per-node 4 examples/fabric_loop.py 2 2
+torchrun --standalone --nproc-per-node 2 examples/fabric_loop.py
+torchrun --standalone --nproc-per-node 4 examples/fabric_loop.py 2 2     # dp, tp
 """
 
 import sys
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from parallelize import GlobalBatches, build_mesh, build_optimizer, clip_grad_norm_, destroy_groups, parallelize_model
 
-dp, tp = map(int, sys.argv[1:])
+dp, tp = map(int, sys.argv[1:] or (2, 1))
 
 
 def parallelize(model: torch.nn.Module, _: object) -> torch.nn.Module:

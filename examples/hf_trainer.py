@@ -1,5 +1,6 @@
 """The Trainer of `transformers` on a mesh. Three lines are added to a script for one process, and marked.
 
+torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
 torchrun --standalone --nproc-per-node 4 examples/hf_trainer.py dp=2,tp=2
 torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py pp=2 resume     # the same run, on another mesh
 """
@@ -11,7 +12,8 @@ from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, T
 
 from parallelize import ParallelTrainer, build_mesh, destroy_groups, parallelize_model
 
-axes = {name: int(size) for name, size in (axis.split("=") for axis in sys.argv[1].split(","))}
+MESH = sys.argv[1] if sys.argv[1:] else "dp=2"
+axes = {name: int(size) for name, size in (axis.split("=") for axis in MESH.split(","))}
 
 
 class MyTrainer(ParallelTrainer, Trainer):  # added, with an empty body

@@ -1,6 +1,7 @@
 """Lightning's Trainer with its ModelParallelStrategy: `configure_model` is where the model is put on the mesh.
 
-torchrun --standalone --nproc-per-node 4 examples/lightning_trainer.py 2 2
+torchrun --standalone --nproc-per-node 2 examples/lightning_trainer.py
+torchrun --standalone --nproc-per-node 4 examples/lightning_trainer.py 2 2     # dp, tp
 """
 
 import sys
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from parallelize import GlobalBatches, build_mesh, build_optimizer, clip_grad_norm_, destroy_groups, parallelize_model
 
-dp, tp = map(int, sys.argv[1:])
+dp, tp = map(int, sys.argv[1:] or (2, 1))
 
 
 class Tuned(LightningModule):

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer on a mesh, with packed rows: as examples/hf_trainer.py, with another mixin.
 
-torchrun --standalone --nproc-per-node 2 examples/sft_trainer.py tp=2
+torchrun --standalone --nproc-per-node 2 examples/sft_trainer.py
 """
 
 import argparse
@@ -15,7 +15,8 @@ from trl import SFTConfig, SFTTrainer
 
 from parallelize import ParallelSFTTrainer, build_mesh, destroy_groups, parallelize_model
 
-axes = {name: int(size) for name, size in (axis.split("=") for axis in sys.argv[1].split(","))}
+MESH = sys.argv[1] if sys.argv[1:] else "tp=2"
+axes = {name: int(size) for name, size in (axis.split("=") for axis in MESH.split(","))}
 
 
 class MyTrainer(ParallelSFTTrainer, SFTTrainer):

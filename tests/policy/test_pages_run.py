@@ -15,8 +15,8 @@ from tests.policy.page_jobs import ROOT, Block, blocks_of, run_blocks, run_page
 
 MOST_NOT_RUN = 5
 MESH = re.compile(r"build_mesh\(\s*\"\w+\",\s*([^)]*)\)")
-STARTED = ("docs/quick-start.md",)
-"""Its blocks are files, which `test_documents.py` starts under torchrun."""
+STARTED = ("docs/quick-start.md", "docs/coming-from.md")
+"""Their blocks are files, which `test_documents.py` and `test_coming_from.py` start."""
 NAMES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
 PAGES = {name: blocks for name in NAMES if name not in STARTED and (blocks := list(blocks_of(name)))}
 

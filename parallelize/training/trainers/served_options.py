@@ -13,8 +13,8 @@ from parallelize.base.errors import DataError, MeshError, ModelError, Problem
 from parallelize.state.records import resolution_of
 from parallelize.training.trainers.own_losses import own_compute_loss
 
-SAMPLING = ("random", "sequential")
-"""The values of `train_sampling_strategy` that are orders of `GlobalBatches`."""
+SAMPLING = ("random", "sequential", "group_by_length")
+"""The values of `train_sampling_strategy` whose order is a function of the epoch: see `stock_order`."""
 _COMPILED = "layers that compile themselves: `for layer in parallel.module.model.layers: layer.compile()`"
 _OWN_LOADER = (
     "override get_train_dataloader: `return IterableBatches([read], global_batch_size, mesh=self.mesh).loader(...)`, "
@@ -50,9 +50,7 @@ def refuse_other_trainers(trainer: Any, served: Collection[str]) -> None:
     ]
     if others:
         what = f"TRL's {others[0].__name__} is not served by {type(trainer).__name__}"
-        fix = (
-            "class MyTrainer(ParallelSFTTrainer, SFTTrainer) for SFT; for others a loop of your own: examples/train.py"
-        )
+        fix = "class MyTrainer(ParallelSFTTrainer, SFTTrainer) for SFT; for others a loop: examples/pretrain.py"
         raise ModelError(Problem("trainer-option", what, fix=fix))
 
 
@@ -111,6 +109,8 @@ def _everywhere(args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
     strategy = args.train_sampling_strategy
     fix = f"one of {', '.join(SAMPLING)}, or a get_train_dataloader of your own"
     yield _Refused(f"train_sampling_strategy={strategy!r}", strategy not in SAMPLING, fix)
+    unseeded = not getattr(loaders, "use_seedable_sampler", True)
+    yield _Refused("use_seedable_sampler=False", unseeded, "True, with which each epoch has an order of its own seed")
     yield _Refused("batch_eval_metrics", args.batch_eval_metrics, "compute_metrics of all predictions")
     yield _Refused("eval_use_gather_object", args.eval_use_gather_object, "predictions that are tensors")
     for name in ("split_batches", "dispatch_batches"):

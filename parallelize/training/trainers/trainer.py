@@ -310,6 +310,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
                 fix = f"a multiple of {data_ranks} data ranks x {args.gradient_accumulation_steps} accumulation steps"
                 raise ShapeError(Problem("indivisible-batch", what, fix=fix))
             args.per_device_train_batch_size = global_batch_size // parts
+        self.accumulated = args.gradient_accumulation_steps
         if self.has_stages:
             args.per_device_train_batch_size *= args.gradient_accumulation_steps
             args.gradient_accumulation_steps = 1
@@ -330,7 +331,10 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         data = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed")
         updates = ("learning_rate", "optim", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm")
         names = (*data, *updates, "bf16", "fp16")
-        return {"max_steps": str(max_steps)} | {name: str(getattr(self.args, name)) for name in names}
+        order = (
+            {} if self.train_batches is None else {f"data: {k}": str(v) for k, v in self.train_batches.order().items()}
+        )
+        return {"max_steps": str(max_steps)} | {name: str(getattr(self.args, name)) for name in names} | order
 
 
 def _num_rows(batch: Any) -> int:

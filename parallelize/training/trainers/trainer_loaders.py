@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, cast
 
 from torch.utils.data import DataLoader, Sampler
 
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.comm.mesh_view import MeshView
-from parallelize.training.data.global_batches import GlobalBatches
 from parallelize.training.trainers.served_options import refuse_iterated
+from parallelize.training.trainers.stock_order import StockOrder, stock_order
 
 
 class TrainerLoaders:
@@ -24,22 +23,19 @@ class TrainerLoaders:
     train_dataset: Any
     eval_dataset: Any
     train_batches: MicroBatches | None = None
+    has_stages: bool
+    accumulated: int
 
     def get_train_dataloader(self) -> DataLoader:
-        """Batches of this data rank. Raises: DataError `trainer-data`; ShapeError `indivisible-batch`, `no-batches`."""
+        """Batches of this data rank, whose samples are those of the stock Trainer on one process.
+
+        Raises: DataError `trainer-data`; ModelError `trainer-option`; ShapeError `indivisible-batch`, `no-batches`.
+        """
         args: Any = self.args
         if self.train_dataset is None:
             return super().get_train_dataloader()  # type: ignore[misc]  # which says what is missing
         refuse_iterated(self.train_dataset, "training")
-        self.train_batches = batches = MicroBatches(
-            len(self.train_dataset),
-            self.get_total_train_batch_size(args),
-            args.gradient_accumulation_steps,
-            seed=args.data_seed if args.data_seed is not None else args.seed,
-            shuffle=args.train_sampling_strategy == "random",
-            drop_last=args.dataloader_drop_last,
-            mesh=self.parallel.mesh,
-        )
+        self.train_batches = batches = self._train_batches()
         dataset, options = self._loading(self.train_dataset, "Training")
         seeded = partial(
             _seed_worker, num_workers=args.dataloader_num_workers, rank=self.parallel.pipeline.mesh.sample_place[0]
@@ -48,6 +44,19 @@ class TrainerLoaders:
         loader: Any = DataLoader(dataset, batch_sampler=batches, **options)
         loader.set_epoch = batches.set_epoch  # the stock loop calls it
         return loader
+
+    def _train_batches(self) -> MicroBatches:
+        args, pipeline = self.args, self.parallel.pipeline
+        size = self.get_total_train_batch_size(args)
+        return MicroBatches(
+            stock_order(self, size),
+            size,
+            args.gradient_accumulation_steps,
+            at_once=size // self.accumulated,
+            microbatches=pipeline.batches.num_microbatches if self.has_stages else 1,
+            drop_last=args.dataloader_drop_last,
+            mesh=self.parallel.mesh,
+        )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Whole batches, divided over the data ranks. Raises: DataError `trainer-data`."""
@@ -70,8 +79,10 @@ class TrainerLoaders:
 
     def _evaluation_loader(self, dataset: Any, description: str) -> DataLoader:
         refuse_iterated(dataset, description.lower())
+        sampler = cast(Any, self)._get_eval_sampler(dataset)
+        order = range(len(dataset)) if sampler is None else list(sampler)
         batches = EvaluationBatches(
-            len(dataset), self.args.per_device_eval_batch_size, self.parallel.pipeline.mesh.sample_place
+            order, self.args.per_device_eval_batch_size, self.parallel.pipeline.mesh.sample_place
         )
         dataset, options = self._loading(dataset, description)
         return EvaluationLoader(dataset, batches, **options)
@@ -117,76 +128,93 @@ class MicroBatches(Sampler[list[int]]):
     An iteration is one epoch from its beginning: a trainer skips the batches that a resumed run has taken.
 
     Args:
-        num_samples: the number of samples in the data set.
+        order: of the samples of each epoch.
         global_batch_size: samples of an optimizer step, over all data ranks.
         accumulated: forwards of each rank in an optimizer step.
-        seed, shuffle, drop_last, mesh: as for `GlobalBatches`. `drop_last` drops the samples that are no full global
-            batch.
+        at_once: samples of a forward of the stock Trainer on one process. Less than a global batch over `accumulated`
+            where a pipeline runs the forwards of a step together.
+        microbatches: into which each rank splits its part.
+        drop_last: drop the samples that do not fill `at_once`, as the stock Trainer does.
+        mesh: a DeviceMesh with any axes.
 
     Raises: ShapeError `indivisible-batch`, `no-batches`.
     """
 
     def __init__(
         self,
-        num_samples: int,
+        order: StockOrder,
         global_batch_size: int,
         accumulated: int,
         *,
-        seed: int,
-        shuffle: bool,
+        at_once: int,
+        microbatches: int = 1,
         drop_last: bool,
         mesh: Any,
     ):
-        size = global_batch_size // accumulated
-        rest, data_ranks = num_samples % size, MeshView.of(mesh).sample_place[1]
-        if not drop_last and rest % data_ranks:
-            what = f"the last {rest} samples of an epoch cannot be split over {data_ranks} data ranks"
-            raise ShapeError(
-                Problem("indivisible-batch", what, fix="dataloader_drop_last=True in the TrainingArguments")
-            )
-        self.batches = GlobalBatches(num_samples, size, seed=seed, shuffle=shuffle, drop_last=drop_last, mesh=mesh)
-        self.global_batch_size, self.accumulated = global_batch_size, accumulated
+        self._order, self.global_batch_size, self.size = order, global_batch_size, global_batch_size // accumulated
+        self.num_samples = order.num_samples // at_once * at_once if drop_last else order.num_samples
+        self.data_index, self.data_ranks = MeshView.of(mesh).sample_place
+        self._check_sizes(microbatches, drop_last)
         self.epoch = 0
+
+    def _check_sizes(self, microbatches: int, drop_last: bool) -> None:
+        ranks = f"{self.data_ranks} data ranks"
+        if self.size % self.data_ranks:
+            what = f"a global batch of {self.size} samples cannot be split over {ranks}"
+            raise ShapeError(Problem("indivisible-batch", what, fix=f"use a multiple of {self.data_ranks}"))
+        if not self.num_samples:
+            what = f"{self._order.num_samples} samples make no batch of {self.size}"
+            raise ShapeError(Problem("no-batches", what, fix="a smaller batch, or dataloader_drop_last=False"))
+        rest = self.num_samples % self.size
+        if rest % (self.data_ranks * microbatches):
+            parts = ranks if microbatches == 1 else f"{ranks} of {microbatches} microbatches each"
+            what = f"the last {rest} samples of an epoch cannot be split over {parts}"
+            fix = "dataloader_drop_last=True in the TrainingArguments"
+            if drop_last:
+                fix = "gradient_accumulation_steps=1: the pipeline splits a step into its microbatches"
+            raise ShapeError(Problem("indivisible-batch", what, fix=fix))
 
     def set_epoch(self, epoch: int) -> None:
         """Take the order of this epoch from the next iteration on."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.batches.epoch, self.batches.batches_done = self.epoch, 0
-        return islice(iter(self.batches), len(self))
+        samples = self._order.epoch(self.epoch)
+        for start in range(0, self.num_samples, self.size):
+            count = min(self.size, self.num_samples - start) // self.data_ranks
+            first = start + self.data_index * count
+            yield samples[first : first + count].tolist()
 
     def __len__(self) -> int:
-        if self.batches.drop_last:
-            return self.batches.num_samples // self.global_batch_size * self.accumulated
-        return self.batches.steps_per_epoch
+        return -(-self.num_samples // self.size)
 
     def order(self) -> dict[str, Any]:
         """What decides which samples each optimizer step gets, whatever the mesh."""
-        saved = self.batches.state_dict()
-        names = ("num_samples", "seed", "shuffle", "drop_last")
-        return {"global_batch_size": self.global_batch_size} | {name: saved[name] for name in names}
+        taken = {"num_samples": self._order.num_samples, "samples_of_an_epoch": self.num_samples}
+        return {"global_batch_size": self.global_batch_size, **taken, "sampling": self._order.sampling} | (
+            {} if self._order.sampling == "sequential" else {"seed": self._order.seed}
+        )
 
 
 class EvaluationBatches(Sampler[list[int]]):
-    """Batch i of the data set, in its order, goes to data rank i modulo their number. A batch sampler.
+    """Batch i of the data set, in the stock order, goes to data rank i modulo their number. A batch sampler.
 
     Each rank gets the same number of batches: where they do not divide, the last ones of some ranks are repetitions, of
     which `counts` says 0. So each batch is evaluated as one process would, on any mesh.
 
     Args:
-        num_samples: the number of samples in the data set.
+        order: the samples, as one process would take them.
         batch_size: samples of one forward.
         data_rank: (index, number) of this data rank.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, data_rank: tuple[int, int]):
-        starts = range(0, num_samples, batch_size)
+    def __init__(self, order: Sequence[int], batch_size: int, data_rank: tuple[int, int]):
+        starts = range(0, len(order), batch_size)
         index, count = data_rank
         rounds = -(-len(starts) // count)
         positions = [round_number * count + index for round_number in range(rounds)]
         self._batches = [
-            list(range(start, min(start + batch_size, num_samples)))
+            list(order[start : start + batch_size])
             for start in (starts[min(position, len(starts) - 1)] for position in positions)
         ]
         self.counts = [

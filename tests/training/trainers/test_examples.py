@@ -30,13 +30,14 @@ def losses(text):
 
 
 def test_the_loop_to_copy(run, tmp_path):
-    printed = run("train.py", 4, "train.yaml")
+    settings = tmp_path / "examples" / "pretrain.yaml"
+    settings.write_text(settings.read_text().replace("{tp: 2}", "{pp: 2, tp: 2}"))
+    printed = run("pretrain.py", 4)
     assert re.findall(r"step (\d+)", printed) == ["20", "40"] and len(losses(printed)) == 2
-    settings = tmp_path / "examples" / "train.yaml"
     text = settings.read_text().replace("{pp: 2, tp: 2}", "{dp: 2}").replace("  zero: 0\n", "  zero: 3\n")
     settings.write_text(text.replace("steps: 40", "steps: 60"))
-    assert re.findall(r"step (\d+)", run("train.py", 2, "train.yaml")) == ["60"]  # resumes, on another mesh
-    assert (tmp_path / "examples/runs/train/weights-60/model.safetensors").is_file()
+    assert re.findall(r"step (\d+)", run("pretrain.py", 2, "pretrain.yaml")) == ["60"]  # resumes, on another mesh
+    assert (tmp_path / "examples/runs/pretrain/weights-60/model.safetensors").is_file()
 
 
 def test_the_trainer_of_transformers(run, tmp_path):

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, WeightedRandomSampler
 
 from parallelize import build_mesh
 from parallelize.base.errors import CheckpointError, DataError, MeshError, ModelError, ShapeError
 from parallelize.base.mesh import MeshSpec
 from parallelize.training.trainers import served_options as served
 from parallelize.training.trainers.sft import ParallelSFTTrainer
+from parallelize.training.trainers.stock_order import StockOrder, stock_order
 from parallelize.training.trainers.trainer import OVERRIDDEN, ParallelTrainer, _optimizer_class
 from parallelize.training.trainers.trainer_checkpoints import _compare_batches, read_weights
 from parallelize.training.trainers.trainer_loaders import MicroBatches
@@ -32,9 +33,20 @@ def refused(stages=False, settings=None, cp=1, **keywords):
     return [problem.what.removesuffix(" is not served by SimpleNamespace") for problem in caught.value.problems]
 
 
+def test_an_order_that_is_no_function_of_a_seed():
+    assert refused(settings={"accelerator_config": {"use_seedable_sampler": False}}) == ["use_seedable_sampler=False"]
+
+
+def test_a_sampler_of_the_users():
+    own = WeightedRandomSampler([1.0] * 4, 4)
+    trainer = SimpleNamespace(args=None, train_dataset=range(4), _get_train_sampler=lambda dataset: own)
+    with pytest.raises(ModelError, match="trainer-option: the WeightedRandomSampler of _get_train_sampler"):
+        stock_order(trainer, 4)
+
+
 def test_settings_that_no_mesh_serves():
-    settings = {"neftune_noise_alpha": 5.0, "train_sampling_strategy": "group_by_length", "auto_find_batch_size": True}
-    expected = ["auto_find_batch_size", "neftune_noise_alpha", "train_sampling_strategy='group_by_length'"]
+    settings = {"neftune_noise_alpha": 5.0, "train_sampling_strategy": "batch_rebalance", "auto_find_batch_size": True}
+    expected = ["auto_find_batch_size", "neftune_noise_alpha", "train_sampling_strategy='batch_rebalance'"]
     assert refused(settings=settings) == expected
     assert refused(settings={"batch_eval_metrics": True, "eval_use_gather_object": True}, model_init=len) == [
         *("model_init", "batch_eval_metrics", "eval_use_gather_object")
@@ -135,11 +147,10 @@ def indivisible(rank, last):
 
     try:
         MicroBatches(
-            21 if last else 24,
+            StockOrder("random", 21 if last else 24),
             8 if last else 3,
             1,
-            seed=0,
-            shuffle=True,
+            at_once=8 if last else 3,
             drop_last=not last,
             mesh=build_mesh("cpu", dp=2),
         )

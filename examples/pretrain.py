@@ -1,6 +1,8 @@
-"""The loop to copy, with its settings in a YAML file.
+"""Pretraining: the loop to copy, with its settings in the YAML file beside it, or in one that is named.
 
-torchrun --standalone --nproc-per-node 4 examples/train.py examples/train.yaml
+torchrun --standalone --nproc-per-node 2 examples/pretrain.py
+
+On GPUs: `device: cuda` in examples/pretrain.yaml, and its mesh, such as {dp: 4, tp: 8} on 32 of them.
 """
 
 import sys
@@ -61,4 +63,5 @@ def to_device(batch: dict, mesh: object) -> dict:
 
 
 if __name__ == "__main__":  # workers of the loader import this file
-    main(yaml.safe_load(Path(sys.argv[1]).read_text()))
+    file = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).with_suffix(".yaml")
+    main(yaml.safe_load(file.read_text()))

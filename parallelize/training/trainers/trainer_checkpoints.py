@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallelize.base.errors import CheckpointError, Problem
+from parallelize.base.errors import CheckpointError, Problem, warn_caller
 from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.hub.adapter_folder import has_adapters, read_adapters, save_adapter
 from parallelize.checkpoint.hub.export import save_pretrained
@@ -142,11 +142,19 @@ def _newest(output_dir: Path) -> Path:
 def _compare_batches(saved: Path, batches: MicroBatches | None) -> None:
     """Refuse to resume on other global batches: the stock Trainer counts batches to find its position in the data.
 
+    Of a checkpoint from before the order of samples was the stock one, sizes are compared, with a warning.
+
     Raises: CheckpointError `data-position`.
     """
     if batches is None or not saved.is_file():
         return
     state, here = json.loads(saved.read_text()), batches.order()
+    if "sampling" not in state:
+        here = {name: here[name] for name in ("global_batch_size", "num_samples")}
+        warn_caller(
+            f"{saved} is of an earlier version, whose epochs had another order: in the epoch that goes on now some "
+            "samples come twice and others not at all"
+        )
     differing = [name for name in here if state.get(name) != here[name]]
     if differing:
         rows = tuple((name, f"{state.get(name)} was saved, {here[name]} is set") for name in differing)

@@ -166,13 +166,23 @@ def test_samples_that_do_not_divide(two_processes):
 
 
 def test_other_batches_than_those_of_the_checkpoint(tmp_path):
-    order = {"global_batch_size": 8, "num_samples": 40, "seed": 3, "shuffle": True, "drop_last": False}
+    order = {"global_batch_size": 8, "num_samples": 40, "samples_of_an_epoch": 40, "sampling": "random", "seed": 3}
     saved = tmp_path / "global_batches.json"
     saved.write_text(json.dumps(order))
     _compare_batches(saved, SimpleNamespace(order=lambda: order))  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="data-position: ") as caught:
         _compare_batches(saved, SimpleNamespace(order=lambda: order | {"global_batch_size": 16}))  # type: ignore[arg-type]
     assert "8 was saved, 16 is set" in str(caught.value)
+
+
+def test_a_checkpoint_of_the_order_of_earlier_versions_goes_on(tmp_path):
+    saved = tmp_path / "global_batches.json"
+    saved.write_text(json.dumps({"global_batch_size": 8, "num_samples": 40, "seed": 3, "shuffle": True}))
+    now = {"global_batch_size": 8, "num_samples": 40, "samples_of_an_epoch": 40, "sampling": "random", "seed": 3}
+    with pytest.warns(UserWarning, match="another order"):
+        _compare_batches(saved, SimpleNamespace(order=lambda: now))  # type: ignore[arg-type]
+    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="data-position: "):
+        _compare_batches(saved, SimpleNamespace(order=lambda: now | {"num_samples": 48}))  # type: ignore[arg-type]
 
 
 def test_a_folder_that_does_not_exist(tmp_path):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import parallelize
 from parallelize import sample, token_entropy, token_log_probs, token_log_probs_and_entropy
 from tests.matrix.axes import Axis
-from tests.matrix.feature import feature
+from tests.matrix.feature import at, feature
 from tests.matrix.features.steps import packed_positions
 from tests.matrix.kinds import IGNORED, ROWS, logits_of
 from tests.matrix.sides import Side
@@ -33,34 +33,25 @@ def evaluate(side: Side) -> None:
     side.evaluate(2)
 
 
-@feature()
-def evaluation_mode(side: Side) -> None:
+@at("between")
+def evaluation_mode(side: Side, number: int) -> None:
     """`eval()` and `train()` around an evaluation between two steps."""
-    side.place()
-    side.step(0)
-    side.update()
     side.model.eval()
-    side.evaluate(1)
+    side.evaluate(number + 1)
     side.model.train()
-    side.step(2)
 
 
-@feature(on=_whole_model)
-def forward_by_hand(side: Side) -> None:
-    side.place()
-    side.evaluate_by_hand(0)
-    side.step(0)
-    side.update()
+@at("between", on=_whole_model)
+def forward_by_hand(side: Side, number: int) -> None:
+    side.evaluate_by_hand(number)
     side.model.eval()
-    side.evaluate_by_hand(1)
+    side.evaluate_by_hand(number + 1)
     side.model.train()
-    side.step(2)
 
 
-@feature()
-def outputs(side: Side) -> None:
+@at("between")
+def outputs(side: Side, number: int) -> None:
     """What `ParallelModel.forward` returns by microbatch, on the ranks of the last stage."""
-    side.place()
     _outputs(side)
 
 
@@ -105,16 +96,12 @@ def log_probs(side: Side) -> None:
     side.record("values", side.whole(values.detach(), sequence=True))
 
 
-@feature(on=_whole_model, needs=TEXT)
-def log_probs_without_gradient(side: Side) -> None:
-    side.place()
-    side.step(0)
-    side.update()
+@at("gradients", on=_whole_model, needs=TEXT)
+def log_probs_without_gradient(side: Side, number: int) -> None:
     with torch.no_grad():
         logits, ids = _chosen(side)
         values = _plain(logits, ids, 0.7)[0] if side.alone else token_log_probs(logits, ids, temperature=0.7)
     side.record("values", side.whole(values, sequence=True))
-    side.step(1)
 
 
 @feature(on=_whole_model, needs=TEXT, names=("token_entropy", "token_log_probs_and_entropy"))
@@ -162,10 +149,7 @@ def _prompts(side: Side, padded: bool) -> dict[str, Any]:
 
 
 def _generated(side: Side, padded: bool) -> None:
-    """Greedy, by the loop of `transformers` on one process and by both loops on a mesh; training goes on afterwards."""
-    side.place()
-    side.step(0)
-    side.update()
+    """Greedy, by the loop of `transformers` on one process and by both loops on a mesh."""
     side.model.eval()
     prompts = _prompts(side, padded)
     if not side.alone:
@@ -175,7 +159,6 @@ def _generated(side: Side, padded: bool) -> None:
     side.record("theirs", side.whole(theirs))
     side.record("ours", side.whole(ours))
     side.model.train()
-    side.step(1)
 
 
 NO_CACHE = {
@@ -185,8 +168,8 @@ NO_CACHE = {
 }
 
 
-@feature(needs=GENERATES, names=("generate",), refused=NO_CACHE)
-def generated(side: Side) -> None:
+@at("between", needs=GENERATES, names=("generate",), refused=NO_CACHE)
+def generated(side: Side, number: int) -> None:
     _generated(side, padded=False)
 
 
@@ -204,9 +187,9 @@ def cached_logits(side: Side) -> None:
         side.record(f"logits {number}", side.whole(logits[:, -1]))
 
 
-@feature(needs=GENERATES, refused=NO_CACHE)
-def generated_padded(side: Side) -> None:
-    """Prompts of different lengths, padded on the left."""
+@at("gradients", needs=GENERATES, refused=NO_CACHE)
+def generated_padded(side: Side, number: int) -> None:
+    """Prompts of different lengths, padded on the left, between a backward and the update."""
     _generated(side, padded=True)
 
 

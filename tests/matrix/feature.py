@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -45,6 +46,7 @@ class Feature:
         one_rank: the reference is the planned model on a mesh of one rank, where randomness is the package's.
         processes: its ranks are processes always: it changes what a process has only once.
         loop: the loop of a row that is a change of it; others meet no row.
+        refused_with: names of other rows, as a pattern -> slugs by which cells of both may be refused, with reasons.
         apart: words of what at most one row of a loop may be, such as an adapter.
         turn: of `prepare`, where several rows have one: those with larger numbers come later.
         meets: whether others join it; not where it is several in one already.
@@ -66,6 +68,7 @@ class Feature:
     one_rank: bool = False
     processes: bool = False
     loop: Loop | None = None
+    refused_with: dict[str, dict[str, str]] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
     turn: int = 0
     meets: bool = True
@@ -166,7 +169,7 @@ def together(rows: Iterable[Feature]) -> Feature | None:
         prepare=_prepared_by([row.prepare for row in rows if row.prepare is not None]),
         bound=max(row.bound for row in rows),
         rounds=next(iter(rounds), None),
-        refused={slug: why for row in rows for slug, why in row.refused.items()},
+        refused=_merged_refusals(rows),
         on=lambda axis: all(row.on(axis) for row in rows),
         one_rank=is_one_rank,
         processes=any(row.processes for row in rows),
@@ -182,6 +185,16 @@ def _prepared_by(steps: list[Callable[[nn.Module], nn.Module]]) -> Callable[[nn.
         return model
 
     return prepare if steps else None
+
+
+def _merged_refusals(rows: list[Feature]) -> dict[str, str]:
+    """Those of each row, and those of two."""
+    refused = {slug: why for row in rows for slug, why in row.refused.items()}
+    for row in rows:
+        for pattern, slugs in row.refused_with.items():
+            if any(fnmatchcase(other.name, pattern) for other in rows):
+                refused |= slugs
+    return refused
 
 
 def _merged_overrides(rows: list[Feature]) -> dict[str, dict[str, Any]] | None:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import combinations
 
+from tests.matrix import verdicts
 from tests.matrix.axes import AXES
-from tests.matrix.cells import Verdict, cells_of, run_cell
+from tests.matrix.cells import REFUSED, Verdict, cells_of, run_cell
 from tests.matrix.drawing import number_of
 from tests.matrix.faults import RESULTS
 from tests.matrix.feature import Feature, load_features, together
@@ -63,54 +64,72 @@ def finders() -> frozenset[str]:
 def cover(size: int = 2) -> Iterator[Cell]:
     """Cells of so many rows, or fewer, in which all pairs meet: the next pair that has not, and with it the rows that
     meet most others for the first time."""
-    left = dict.fromkeys(pairs())
+    left: dict[str, set[str]] = {name: set() for name in rows()}
+    for first, second in pairs():
+        left[first].add(second)
     draw, used = random.Random(_SEED), Counter()
-    while left:
-        names = next(iter(left))
-        while len(names) < size and (more := _another(names, left, draw)):
-            names = tuple(sorted((*names, more)))
-        for pair in combinations(names, 2):
-            left.pop(pair, None)
-        yield ("+".join(names), *_place(names, draw, used))
-
-
-def _another(names: tuple[str, ...], left: dict[tuple[str, str], None], draw: random.Random) -> str:
-    """A further row for these, by how many of them it has not met; empty where there is none."""
-    places = frozenset.intersection(*map(places_of, names))
-    new = {
-        name: sum(tuple(sorted((name, other))) in left for other in names)
-        for name in rows()
-        if name not in names and places & places_of(name) and all(meets(*sorted((name, other))) for other in names)
-    }
-    most = max(new.values(), default=0)
-    return draw.choice([name for name, count in new.items() if count == most]) if most else ""
-
-
-def _place(names: tuple[str, ...], draw: random.Random, used: Counter) -> Place:
-    """The kind and the axis on which fewest cells have been, of those that all rows have."""
-    places = sorted(frozenset.intersection(*map(places_of, names)))
-    draw.shuffle(places)
-    kind, axis = min(places, key=lambda place: (used[place[0]] + used[place[1]], used[place]))
-    used.update([kind, axis, (kind, axis)])
-    return kind, axis
+    for first, second in pairs():
+        if second in left[first]:
+            names = _joined((first, second), size, left, draw)
+            for one, other in combinations(names, 2):
+                left[one].discard(other)
+            yield ("+".join(names), *_place(names, draw, used))
 
 
 def drawn(size: int, number: int) -> list[Cell]:
     """So many cells of this many rows, drawn by a seed: the longer list begins with the shorter one."""
     draw, used, cells = random.Random(_SEED), Counter(), []
+    left = {name: set(partners(name)) for name in rows()}
     while len(cells) < number:
-        names: tuple[str, ...] = tuple(sorted(draw.choice(pairs())))
-        while len(names) < size and (more := _another(names, dict.fromkeys(pairs()), draw)):
-            names = tuple(sorted((*names, more)))
+        names = _joined(draw.choice(pairs()), size, left, draw)
         if len(names) == size:
             cells.append(("+".join(names), *_place(names, draw, used)))
     return cells
 
 
+@cache
+def partners(name: str) -> frozenset[str]:
+    return frozenset(other for other in rows() if other != name and meets(*sorted((name, other))))
+
+
+def _joined(names: tuple[str, ...], size: int, left: dict[str, set[str]], draw: random.Random) -> tuple[str, ...]:
+    """These and further rows, those first that are to meet most of them; sorted."""
+    while len(names) < size:
+        places = frozenset.intersection(*map(places_of, names))
+        counts = {
+            name: sum(name in left[other] or other in left[name] for other in names)
+            for name in sorted(frozenset.intersection(*map(partners, names)))
+            if not places.isdisjoint(places_of(name))
+        }
+        if not (most := max(counts.values(), default=0)):
+            break
+        names = (*names, draw.choice([name for name, count in counts.items() if count == most]))
+    return tuple(sorted(names))
+
+
+def _place(names: tuple[str, ...], draw: random.Random, used: Counter) -> Place:
+    """The kind and the axis on which fewest cells have been, of those that all rows have and none is refused on."""
+    places = sorted(frozenset.intersection(*map(places_of, names)))
+    draw.shuffle(places)
+    served = [(kind, axis) for kind, axis in places if not barred() & {(kind, axis), *((name, axis) for name in names)}]
+    kind, axis = min(served or places, key=lambda place: (used[place[0]] + used[place[1]], used[place]))
+    used.update([kind, axis, (kind, axis)])
+    return kind, axis
+
+
+@cache
+def barred() -> frozenset[tuple[str, str]]:
+    """(kind, axis) and (row, axis) of which the golden table has a refusal."""
+    found = set()
+    for (name, kind, axis), verdict in verdicts.read().items():
+        if verdict.word == REFUSED:
+            found.add((kind if verdict.detail in KINDS[kind].refused else name, axis))
+    return frozenset(found)
+
+
 def cell_of_turn(name: str, turn: int) -> Cell:
     """A row with one of those that it meets; each turn has another one, on another axis."""
-    others = [other for other in rows() if other != name and meets(*sorted((name, other)))]
-    others.sort(key=lambda other: number_of(name, other))
+    others = sorted(partners(name), key=lambda other: number_of(name, other))
     names = tuple(sorted((name, others[turn % len(others)])))
     return ("+".join(names), *_place(names, random.Random(number_of(name, str(turn))), Counter()))
 

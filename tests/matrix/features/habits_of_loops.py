@@ -198,7 +198,7 @@ def weights_put_back(side: Side, folder: str) -> None:
     side.model.load_state_dict(best)
 
 
-@at("around", **of_habit(lambda axis: whole_sequences(axis) and axis.data_ranks == 1, **DECODERS))
+@at("around", **of_habit(lambda axis: whole_sequences(axis) and axis.data_ranks == 1, apart={"ids"}, **DECODERS))
 def generation_between_steps(side: Side, number: int, step: Any) -> None:
     """Greedy tokens before each step."""
     prompts = side.kind.batch(0)[0]["input_ids"][:, :5]
@@ -290,7 +290,7 @@ def _with_new_head(model: nn.Module) -> nn.Module:
 
 
 # another head, wider than the vocabulary of the ids
-change("head_replaced_before", prepare=_with_new_head, apart={"head"}, **of_habit(**DECODERS))
+change("head_replaced_before", prepare=_with_new_head, apart={"head", "ids"}, **of_habit(**DECODERS))
 
 
 @at("batch", turn=1, **of_habit(apart={"lengths"}))

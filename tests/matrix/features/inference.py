@@ -161,6 +161,7 @@ def _generated(side: Side, padded: bool) -> None:
     side.model.train()
 
 
+# rows that generate are apart: their ids are inputs, of which a wider head would give others
 NO_CACHE = {
     "cut-model": "no stage has the whole model",
     "cache-over-cp": "caches of gathered modules are not divided",
@@ -168,7 +169,7 @@ NO_CACHE = {
 }
 
 
-@at("between", needs=GENERATES, names=("generate",), refused=NO_CACHE)
+@at("between", needs=GENERATES, names=("generate",), refused=NO_CACHE, apart={"ids"})
 def generated(side: Side, number: int) -> None:
     _generated(side, padded=False)
 
@@ -187,7 +188,7 @@ def cached_logits(side: Side) -> None:
         side.record(f"logits {number}", side.whole(logits[:, -1]))
 
 
-@at("gradients", needs=GENERATES, refused=NO_CACHE)
+@at("gradients", needs=GENERATES, refused=NO_CACHE, apart={"ids"})
 def generated_padded(side: Side, number: int) -> None:
     """Prompts of different lengths, padded on the left, between a backward and the update."""
     _generated(side, padded=True)

@@ -17,6 +17,7 @@ ATTENTION = ["q_proj", "c_attn"]
 ENDS = ["embed_tokens", "lm_head", "wte"]
 COPIES = {"added-parameter": "over data axes and stages, copies of `modules_to_save` come before the plan"}
 TIED = {"added-parameter": "a tied head of stages is one weight with their embedding"}
+OF_A_HEAD = {"unplanned-adapter": "a fused loss takes the weight of the head alone"}
 NOT_OVER_TP = {"unplanned-adapter": "rows of a sharded embedding, and weights that DoRA reads, belong to a plan"}
 IN_FULL = {"unplanned-adapter": "ZeRO 3 has later adapters in full, and the weights in rows"}
 
@@ -41,7 +42,13 @@ TOKENS = lora(target_modules=ATTENTION, trainable_token_indices=[1, 5, 40])
 adapter("lora_of_the_last_layer", prepare=_of_the_last_layer, **PLAIN)
 adapter("trained_tokens", prepare=TOKENS, **PLAIN, refused=NOT_OVER_TP)
 adapter("dora_after", placed=added(lora(use_dora=True)), **PLAIN, refused=NOT_OVER_TP)
-adapter("lora_of_ends_after", placed=added(lora(target_modules=[*ATTENTION, *ENDS])), **PLAIN, refused=TIED)
+adapter(
+    "lora_of_ends_after",
+    placed=added(lora(target_modules=[*ATTENTION, *ENDS])),
+    refused=TIED,
+    refused_with={"fused_loss": OF_A_HEAD},
+    **PLAIN,
+)
 adapter("lora_of_the_last_layer_after", placed=added(lora(target_modules=ATTENTION, layers_to_transform=[1])), **PLAIN)
 adapter(
     "modules_to_save_after",

@@ -60,8 +60,11 @@ def _fits(axis: Axis, kind: Kind) -> bool:
 def run_cell(feature_name: str, kind_name: str, axis_name: str, pool: Any = None) -> Verdict:
     """A cell on ranks that are threads, or on the processes of a pool, which may be that of the caller."""
     feature, kind, axis = feature_of(feature_name), KINDS[kind_name], AXES[axis_name]
-    expected = reference(feature, kind_name, axis.deep)
-    bounds = bounds_of(feature, kind_name, axis.deep, expected)
+    try:
+        expected = reference(feature, kind_name, axis.deep)
+        bounds = bounds_of(feature, kind_name, axis.deep, expected)
+    except ParallelizeError as error:  # of a mesh of one rank, which is refused too
+        return _refusal({**feature.refused, **kind.refused}, error)
     return judge(feature, kind, *ranks_of(feature, kind_name, kind, axis, pool), expected, bounds)
 
 

@@ -46,7 +46,8 @@ class Feature:
         one_rank: the reference is the planned model on a mesh of one rank, where randomness is the package's.
         processes: its ranks are processes always: it changes what a process has only once.
         loop: the loop of a row that is a change of it; others meet no row.
-        refused_with: names of other rows, as a pattern -> slugs by which cells of both may be refused, with reasons.
+        refused_with: names of other rows, as a pattern, or a word of their `apart` -> slugs by which cells of both may
+            be refused, with reasons.
         apart: words of what at most one row of a loop may be, such as an adapter.
         turn: of `prepare`, where several rows have one: those with larger numbers come later.
         meets: whether others join it; not where it is several in one already.
@@ -192,7 +193,7 @@ def _merged_refusals(rows: list[Feature]) -> dict[str, str]:
     refused = {slug: why for row in rows for slug, why in row.refused.items()}
     for row in rows:
         for pattern, slugs in row.refused_with.items():
-            if any(fnmatchcase(other.name, pattern) for other in rows):
+            if any(fnmatchcase(other.name, pattern) or pattern in other.apart for other in rows):
                 refused |= slugs
     return refused
 

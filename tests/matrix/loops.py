@@ -53,7 +53,7 @@ class Loop:
             fresh = copy.deepcopy(side.model)
         self.begin(side)
         for number in range(STEPS):
-            self._step(side)(number)
+            self.step(side, number)
             self._call("gradients", side, number)
             if number == STEPS - 1:
                 return
@@ -74,11 +74,12 @@ class Loop:
             inputs, targets = change(inputs, targets, number)
         return inputs, targets
 
-    def _step(self, side: Side) -> Callable[[int], Any]:
+    def step(self, side: Side, number: int) -> None:
+        """One step, with all that rows do around it."""
         step = partial(self._once("step", _step), side)
         for around in self.at.get("around", ()):
             step = partial(_around, around, side, step)
-        return step
+        step(number)
 
     def _restore(self, side: Side, fresh: torch.nn.Module) -> None:
         for number, restore in enumerate(self.at.get("restored", ())):

@@ -97,7 +97,7 @@ def is_alike(found: Verdict, wanted: Verdict) -> bool:
 
 def _start(verdict: Verdict) -> str:
     """The first words of a detail; of a wrong value whether it is a loss, a norm, a gradient or a weight."""
-    detail = re.sub(r"^rank \d+: ", "", verdict.detail)
+    detail = re.sub(r"^(rank \d+: |PipelineError: stage-failed: stage \d+ failed on rank \d+: )", "", verdict.detail)
     if match := re.match(r"(\S+)( .*)? differs by ", detail):
         return match[1]
     return re.sub(r"\d+", "#", detail)[:_ALIKE]

@@ -14,7 +14,6 @@ from torch import nn
 from parallelize import dequantize, quantize, save_adapter
 from tests.matrix.feature import change, feature
 from tests.matrix.features.state import ADAMW, first_step, go_on_elsewhere
-from tests.matrix.kinds import IGNORED
 from tests.matrix.sides import Side, seeded
 
 if find_spec("peft"):  # before a plan, as adapters after it need
@@ -76,7 +75,7 @@ def _moved(model: nn.Module) -> nn.Module:
     """Adapters have other values than those with which they change nothing, by their names alone."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dtype != torch.float64 and parameter.is_floating_point():
+            if parameter.dtype == torch.float32 and parameter.requires_grad:
                 parameter.data = parameter.data.double()
             if parameter.requires_grad and "modules_to_save" not in name:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -89,10 +88,10 @@ def adapters(**facts: Any) -> Any:
     return feature(**facts) if find_spec("peft") else lambda run: run
 
 
-def adapter(name: str, **facts: Any) -> None:
+def adapter(name: str, apart: frozenset[str] = frozenset(), **facts: Any) -> None:
     """A change of the loop by an adapter, of which a model has one; where PEFT is installed."""
     if find_spec("peft"):
-        change(name, apart={"adapter"}, turn=1, **facts)
+        change(name, apart={"adapter", *apart}, turn=1, **facts)
 
 
 def added(add: Callable[[nn.Module], nn.Module]) -> Callable[[Side], None]:
@@ -144,19 +143,30 @@ adapter("adapters_off", prepare=lora(), between=_off)  # trained with adapters, 
 
 
 def _step_with_prompts(side: Side, number: int) -> None:
-    """`step` puts ignored targets before those of the batch, as PEFT does with labels."""
-    targets, mask = side.targets(number), torch.ones_like(side.inputs(number)["input_ids"])
-    if side.alone and side.model.peft_type.value == "PROMPT_TUNING":
-        targets = nn.functional.pad(targets, (3, 0), value=IGNORED)
-    side.step(number, **{"attention_mask": mask, **side.inputs(number), "targets": targets})
+    """With a mask, to which PEFT adds the prompt."""
+    mask = torch.ones_like(side.inputs(number)["input_ids"])
+    side.step(number, **{"attention_mask": mask, **side.inputs(number)})
 
 
 OVER_CP = {"wrong-rows": "the sequence that is divided over cp is shorter than the one with the prompt"}
 
 
 PREFIX: dict[str, Any] = {"needs": PROMPTS, "without": {"recurrent"}, "refused": OVER_CP}
-adapter("prompt_tuning", prepare=prompts("PromptTuningConfig"), step=_step_with_prompts, needs=PROMPTS, refused=OVER_CP)
-adapter("prefix_tuning", prepare=prompts("PrefixTuningConfig"), step=_step_with_prompts, **PREFIX)
+adapter(
+    "prompt_tuning",
+    prepare=prompts("PromptTuningConfig"),
+    step=_step_with_prompts,
+    needs=PROMPTS,
+    refused=OVER_CP,
+    apart=frozenset({"positions"}),  # logits have more of them
+)
+adapter(
+    "prefix_tuning",
+    prepare=prompts("PrefixTuningConfig"),
+    step=_step_with_prompts,
+    refused_with={"*recompute*": {"cache-in-recompute": "a prefix is in a cache, which a replay would read again"}},
+    **PREFIX,
+)
 
 
 @adapters(prepare=lora())

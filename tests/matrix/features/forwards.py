@@ -90,7 +90,12 @@ def _checkpointed(side: Side) -> None:
     side.model.gradient_checkpointing_enable()
 
 
-change("checkpointing_of_transformers", placed=_checkpointed, needs={"stock"})
+change(
+    "checkpointing_of_transformers",
+    placed=_checkpointed,
+    needs={"stock"},
+    refused_with={"recompute*": {"foreign-recompute": "a forward would run three times"}},
+)
 change(  # without vision, whose layers call one dropout twice, so that a recompute cannot place its draws
     "dropout_checkpointed_by_transformers",
     placed=_checkpointed,

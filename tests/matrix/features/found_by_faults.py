@@ -80,7 +80,13 @@ UNCLAIMED = {"unclaimed-parameter": "a rule of the plan must name each parameter
 
 
 # no rank uses it, so that it gets no gradient
-change("unused_layer", prepare=_with_unused_layer, on=_on_data_axes, refused=UNCLAIMED)
+change(
+    "unused_layer",
+    prepare=_with_unused_layer,
+    on=_on_data_axes,
+    refused=UNCLAIMED,
+    apart={"adapter"},  # which all linears would have, and this one no rule
+)
 
 
 @feature(rounds=torch.bfloat16, without={"experts", "recurrent"})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize import clip_grad_norm_
+from parallelize import add_penalty, clip_grad_norm_
 from tests.matrix.feature import at, change, feature
 from tests.matrix.sides import Side
 
@@ -240,7 +240,8 @@ def frozen_with_a_gradient(side: Side) -> None:
 
 @at("gradients")
 def penalty(side: Side, number: int) -> None:
-    """L2 to the weights of before the step, L1 on what is no matrix, nothing on biases and what is frozen."""
+    """L2 to the weights of before the step, L1 on what is no matrix, nothing on biases and what is frozen; hooks of a
+    parameter see the gradient of the loss alone."""
     start = {name: 0.9 * p.detach() for name, p in side.named().items()}
 
     def decay(name: str, weight: Any) -> Any:
@@ -250,11 +251,13 @@ def penalty(side: Side, number: int) -> None:
 
     trained = {name: p for name, p in side.named().items() if p.requires_grad}
     if side.alone:
-        values = [decay(name, p) for name, p in trained.items() if not name.endswith("bias")]
-        total = torch.stack(values).sum()
+        leaves = {name: p.detach().requires_grad_() for name, p in trained.items() if not name.endswith("bias")}
+        total = torch.stack([decay(name, leaf) for name, leaf in leaves.items()]).sum()
         total.backward()
+        for name, leaf in leaves.items():
+            trained[name].grad = leaf.grad if trained[name].grad is None else trained[name].grad + leaf.grad
     else:
-        total = side.parallel.add_penalty(decay)
+        total = add_penalty(side.model, decay)  # of adapters too that came after the plan
     side.record("penalty", total)
 
 

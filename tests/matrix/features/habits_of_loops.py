@@ -150,7 +150,9 @@ def _uneven(side: Side, number: int) -> None:
     cache = {"use_cache": False} if "stock" in side.kind.traits else {}
     for rows in (slice(0, 1), slice(1, None)):
         if len(targets[rows]):
-            output = side.model(**{name: value[rows] for name, value in inputs.items()}, **cache)
+            # what is one row for all stays so
+            taken = {name: value[rows] if len(value) == len(targets) else value for name, value in inputs.items()}
+            output = side.model(**taken, **cache)
             (side.summed_loss(output, targets[rows]) / side.count(number)).backward()
 
 
@@ -193,7 +195,7 @@ def saved_in_an_accumulation(side: Side, number: int, step: Any) -> None:
 def weights_put_back(side: Side, folder: str) -> None:
     """The best weights so far are kept by `state_dict`, and loaded after a further step."""
     best = {name: value.clone() for name, value in side.model.state_dict().items()}
-    side.step(1)
+    side.loop.step(side, 1)
     side.update()
     side.model.load_state_dict(best)
 

@@ -41,7 +41,7 @@ def evaluation_mode(side: Side, number: int) -> None:
     side.model.train()
 
 
-@at("between", on=_whole_model)
+@at("between", on=_whole_model, apart={"positions"})
 def forward_by_hand(side: Side, number: int) -> None:
     side.evaluate_by_hand(number)
     side.model.eval()
@@ -49,7 +49,7 @@ def forward_by_hand(side: Side, number: int) -> None:
     side.model.train()
 
 
-@at("between")
+@at("between", apart={"positions"})
 def outputs(side: Side, number: int) -> None:
     """What `ParallelModel.forward` returns by microbatch, on the ranks of the last stage."""
     _outputs(side)
@@ -96,7 +96,7 @@ def log_probs(side: Side) -> None:
     side.record("values", side.whole(values.detach(), sequence=True))
 
 
-@at("gradients", on=_whole_model, needs=TEXT)
+@at("gradients", on=_whole_model, needs=TEXT, apart={"positions"})
 def log_probs_without_gradient(side: Side, number: int) -> None:
     with torch.no_grad():
         logits, ids = _chosen(side)
@@ -161,6 +161,9 @@ def _generated(side: Side, padded: bool) -> None:
     side.model.train()
 
 
+_INSIDE = "PEFT's `generate` calls the model inside of the one that divides sequences and gathers parameters"
+BY_PEFT = {"adapter": {"outside-unit": _INSIDE, "outside-context": _INSIDE}}
+
 # rows that generate are apart: their ids are inputs, of which a wider head would give others
 NO_CACHE = {
     "cut-model": "no stage has the whole model",
@@ -169,7 +172,7 @@ NO_CACHE = {
 }
 
 
-@at("between", needs=GENERATES, names=("generate",), refused=NO_CACHE, apart={"ids"})
+@at("between", needs=GENERATES, names=("generate",), refused=NO_CACHE, refused_with=BY_PEFT, apart={"ids"})
 def generated(side: Side, number: int) -> None:
     _generated(side, padded=False)
 
@@ -188,7 +191,7 @@ def cached_logits(side: Side) -> None:
         side.record(f"logits {number}", side.whole(logits[:, -1]))
 
 
-@at("gradients", needs=GENERATES, refused=NO_CACHE, apart={"ids"})
+@at("gradients", needs=GENERATES, refused=NO_CACHE, refused_with=BY_PEFT, apart={"ids"})
 def generated_padded(side: Side, number: int) -> None:
     """Prompts of different lengths, padded on the left, between a backward and the update."""
     _generated(side, padded=True)

@@ -38,9 +38,10 @@ def _of_the_last_layer(model: nn.Module) -> nn.Module:
     return lora(target_modules=[*ATTENTION, *ENDS], layers_to_transform=[1], use_rslora=True)(model)
 
 
+TIED_TOKENS = {"reused-module": "embedding and head on different stages have one table of trained tokens"}
 TOKENS = lora(target_modules=ATTENTION, trainable_token_indices=[1, 5, 40])
 adapter("lora_of_the_last_layer", prepare=_of_the_last_layer, **PLAIN)
-adapter("trained_tokens", prepare=TOKENS, **PLAIN, refused=NOT_OVER_TP)
+adapter("trained_tokens", prepare=TOKENS, **PLAIN, refused={**NOT_OVER_TP, **TIED_TOKENS})
 adapter("dora_after", placed=added(lora(use_dora=True)), **PLAIN, refused=NOT_OVER_TP)
 adapter(
     "lora_of_ends_after",

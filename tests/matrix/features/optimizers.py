@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from parallelize import Muon, local_optimizer
+from parallelize import Muon, build_optimizer, local_optimizer
 from tests.matrix.feature import at, change, feature
 from tests.matrix.sides import Side
 
@@ -120,6 +120,14 @@ def learning_rate_schedule(side: Side) -> None:
         side.step(number)
         side.update()
         scheduler.step()
+
+
+@at("optimizer")
+def optimizer_of_the_module(side: Side) -> None:
+    """By the call that takes a module: that which trains, with adapters around the one that was planned."""
+    sgd = {"lr": 0.05, "momentum": 0.9}
+    built = optim.SGD([p for p in side.model.parameters() if p.requires_grad], **sgd) if side.alone else None
+    side.optimizers.append(built or build_optimizer(side.model, optim.SGD, **sgd))
 
 
 @at("optimizer")

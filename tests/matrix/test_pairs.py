@@ -7,20 +7,45 @@ from itertools import combinations
 import pytest
 
 from tests.matrix import pairs as module
-from tests.matrix.axes import AXES
+from tests.matrix.axes import AXES, Axis
 from tests.matrix.cells import CRASHED, REFUSED, RIGHT, WRONG, Verdict, run_cell
 from tests.matrix.drawing import SLICES, number_of
 from tests.matrix.feature import feature_of, load_features, together
 from tests.matrix.journal import Entry
 from tests.matrix.pairs import cell_of_turn, cover, drawn, is_on_processes, meets, rows
 from tests.matrix.record import lines
-from tests.matrix.shrink import shrink
+from tests.matrix.shrink import SmallCell, shrink
 from tests.matrix.test_faults import OF_A_GATHER
 from tests.matrix.test_matrix import made_small, params
 
 _IN_MAKE_TEST = 14  # one of so many rows meets another one in `make test`
 _OF_A_SLICE = 3  # others that a row meets in a slice of the sweep
 _ON_PROCESSES = 10  # one of so many rows meets another one on processes
+
+
+FOUND = {  # cells that were wrong, crashed or were refused untruly, and what they are
+    ("loop_by_hand+lora_after", "llama", "cp-ring"): "right",  # targets were not split
+    ("log_probs_without_gradient+lora_after", "llama", "cp-ring"): "right",
+    ("lora_after+steps_in_one_block", "llama", "dp-zero1"): "right",  # refused: `not-parallelized`
+    ("lora_after+optimizer_of_the_module", "llama", "dp-zero2"): "right",  # refused: `unsharded-optimizer`
+    ("generated+lora_after", "llama", "pp-1f1b"): "refused cut-model",  # failed in an embedding of another stage
+    (
+        "generated+lora_before",
+        "llama",
+        "dp-zero3",
+    ): "refused outside-unit",  # PEFT's alone; ours was refused: `no-cache`
+}
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, id="-".join(cell)) for cell in FOUND])
+def test_what_rows_that_meet_have_found_stays_mended(cell):
+    verdict = run_cell(*cell)
+    assert str(verdict) == FOUND[cell], verdict.trace
+
+
+def test_adapters_come_later_under_zero_3_on_one_data_rank():
+    """The axis `one` has no ZeRO stage."""
+    assert SmallCell("lora_after", "llama", Axis({"dp": 1}, {"zero": 3})).run().word == RIGHT
 
 
 def check(cell, pool=None):

@@ -60,12 +60,14 @@ def _is_dropped(layer: nn.Module, stock: Any, x: torch.Tensor, *args: Any, **kwa
     return stock(layer, x, *args, **kwargs)
 
 
+NO_GRADIENT = {"stage-output-changed": "what a stage sends has no gradient where its only layer that trains is dropped"}
 RANDOM_DECODERS = {"one_rank": True, "needs": {"causal", "stock"}, "without": {"recurrent"}}
 change("noise", prepare=_with_first_layer(_adds_noise), apart={"first layer"}, **RANDOM_DECODERS)
 change(
     "layer_drop",
     prepare=_with_first_layer(_is_dropped),
     apart={"first layer"},
+    refused_with=dict.fromkeys(("adapter", "frozen*"), NO_GRADIENT),
     one_rank=True,
     needs={"causal"},
     without={"recurrent", "experts"},

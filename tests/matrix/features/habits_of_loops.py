@@ -202,16 +202,16 @@ def weights_put_back(side: Side, folder: str) -> None:
 
 @at("around", **of_habit(lambda axis: whole_sequences(axis) and axis.data_ranks == 1, apart={"ids"}, **DECODERS))
 def generation_between_steps(side: Side, number: int, step: Any) -> None:
-    """Greedy tokens before each step."""
-    prompts = side.kind.batch(0)[0]["input_ids"][:, :5]
+    """Greedy tokens before each step; of all tokens of the prompts, also of those that pad others."""
+    prompts = {"input_ids": side.kind.batch(0)[0]["input_ids"][:, :5]}
+    prompts["attention_mask"] = torch.ones_like(prompts["input_ids"])
     side.model.eval()
     with torch.no_grad():
         if side.alone:
-            tokens_of = side.model.generate(
-                prompts, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0
-            )
+            greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            tokens_of = side.model.generate(**prompts, max_new_tokens=3, **greedy)
         else:
-            tokens_of = generate(side.model, input_ids=prompts, max_new_tokens=3, temperature=0, eos_token_id=[])
+            tokens_of = generate(side.model, **prompts, max_new_tokens=3, temperature=0, eos_token_id=[])
     side.record("generated", tokens_of.double())
     side.model.train()
     step(number)

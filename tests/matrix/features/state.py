@@ -230,13 +230,14 @@ def assigned_state_dict(side: Side) -> None:
 
 @at("restored")
 def optimizer_state_dict(side: Side, folder: str) -> None:
-    """Each rank's states, by `torch.save` and `torch.load`; weights by the state dict of an unsharded model."""
+    """Each rank's states, by `torch.save` and `torch.load`; weights by the full ones."""
     if side.alone:
         return
     path = Path(folder) / f"optimizer-{torch.distributed.get_rank()}.pt"
     torch.save([optimizer.state_dict() for optimizer in side.optimizers], path)
-    side.fresh.load_state_dict(side.every_weight())
+    full = side.every_weight()
     begin_anew(side)
+    side.model.load_state_dict({name: full[name] for name in side.model.state_dict()})
     for optimizer, state in zip(side.optimizers, torch.load(path, weights_only=False), strict=True):
         optimizer.load_state_dict(state)
 

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 def of_each_thread() -> tuple[ModuleType, dict[str, Any]]:
     """(PyTorch's module, its names and what they are to be while ranks are threads)."""
-    values = _Values()
+    values = _CachedOfThread()
 
     @contextmanager
     def cached() -> Iterator[None]:
@@ -33,7 +33,7 @@ def of_each_thread() -> tuple[ModuleType, dict[str, Any]]:
     return parametrize, {"cached": cached, "_cache": values, "_cache_enabled": values}
 
 
-class _Values(threading.local):
+class _CachedOfThread(threading.local):
     """What a thread has cached, and, as a truth value, whether it is in a block."""
 
     def __init__(self) -> None:

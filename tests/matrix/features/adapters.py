@@ -164,6 +164,7 @@ adapter(
     "prefix_tuning",
     prepare=prompts("PrefixTuningConfig"),
     step=_step_with_prompts,
+    apart=frozenset({"replay"}),  # it would read the prefix twice, which PEFT leaves to the user
     refused_with={"*recompute*": {"cache-in-recompute": "a prefix is in a cache, which a replay would read again"}},
     **PREFIX,
 )

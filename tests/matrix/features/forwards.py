@@ -96,6 +96,7 @@ change(
     "checkpointing_of_transformers",
     placed=_checkpointed,
     needs={"stock"},
+    apart={"replay"},
     refused_with={"recompute*": {"foreign-recompute": "a forward would run three times"}},
 )
 change(  # without vision, whose layers call one dropout twice, so that a recompute cannot place its draws

@@ -237,7 +237,15 @@ def anomalies_detected(side: Side) -> None:
             descend(side, read.mean(read.losses))
 
 
-@at("placed", **of_habit(whole_model))
+NO_MODULE = {"unplaceable-draw": "a replay by PyTorch's checkpoint has no module by which draws are placed"}
+
+
+@at(
+    "placed",
+    apart={"replay"},
+    refused_with=dict.fromkeys(("noise", "layer_drop", "*dropout"), NO_MODULE),
+    **of_habit(whole_model),
+)
 def layers_checkpointed_by_hand(side: Side) -> None:
     """Each layer's forward is wrapped in PyTorch's checkpoint."""
     for layer in layers_of(side):

@@ -14,12 +14,10 @@ def _of_four_stages(axis: Axis) -> bool:
     return axis.deep and axis.ranks("pp") == 2
 
 
-for _schedule in ("looped_bfs", "interleaved_zero_bubble", "dualpipe_v"):
-    change(
-        _schedule,
-        options={"schedule": _schedule, "stages_per_rank": 2, "num_microbatches": 4},
-        on=_of_four_stages,
-    )
+LOOPS = {"stages_per_rank": 2, "num_microbatches": 4}
+change("looped_bfs", options={"schedule": "looped_bfs", **LOOPS}, on=_of_four_stages)
+change("interleaved_zero_bubble", options={"schedule": "interleaved_zero_bubble", **LOOPS}, on=_of_four_stages)
+change("dualpipe_v", options={"schedule": "dualpipe_v", **LOOPS}, on=_of_four_stages)
 
 
 FOUR_LAYERS = {name: {"layers" if name == "own" else "num_hidden_layers": 4} for name in KINDS if name != "llama_equal"}

@@ -23,6 +23,7 @@ from parallelize.comm.groups import Group, in_groups
 from parallelize.comm.handshake import InputCheck
 from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.model_facts import ModelFacts, describe
+from parallelize.plan.models.wrapped_models import stock_model
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.plan.stages import Stages
@@ -224,6 +225,14 @@ def mark_applied(module: nn.Module, **fields: Any) -> None:
     """Replace fields of a module's record."""
     kept = zip(_NAMES, _values_of(applied(module)), strict=True)
     module.__dict__[KEY] = ModuleState(**dict(kept) | {"lease": patches.lease()} | fields)
+
+
+def inside_adapters(module: nn.Module) -> nn.Module:
+    """The model on a mesh that adapters of PEFT were put around later; the module itself where it has the records, or
+    where there are none."""
+    record = applied(module)
+    is_bare = record.plan is record.cut is record.data is record.context is None
+    return stock_model(module) if is_bare else module
 
 
 def record_of(module: nn.Module) -> PlanRecord | None:

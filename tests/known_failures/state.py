@@ -12,29 +12,35 @@ from torch.utils.data import DataLoader, DistributedSampler
 from parallelize import Muon, check_loader
 from tests.known_failures.failure import refused, right
 from tests.known_failures.places import ON_DP, ON_PP, ON_TP, ON_ZERO1, ON_ZERO3
+from tests.matrix.feature import feature_of
 from tests.matrix.features.found_by_faults import _steps_with_overflow as steps_with_overflow
 from tests.matrix.features.habits_of_gradients import averages_in_a_dict
 from tests.matrix.features.losses import fused_loss_and_evaluation
-from tests.matrix.features.state import resume_adamw, resume_adamw_elsewhere
 from tests.matrix.sides import Side
 
 STABLE = {"eps": 1e-2}
 
-right(
+
+@right(
     "KempnerInstitute/KempnerForge#115",
     "2026-05",
     "momenta are not there yet when an optimizer is resumed, and start from zero",
     "AdamW over tp, saved, and resumed by a new model and a new optimizer",
     at=ON_TP,
-)(resume_adamw)
+)
+def resume_adamw(side: Side) -> None:
+    feature_of("resume_adamw").run(side)
 
-right(
+
+@right(
     "huggingface/transformers#48569",
     "2026-09",
     "the optimizer of a model over tensor parallelism comes back with a wrong state, and nothing says so",
     "AdamW under ZeRO 1, saved, and resumed on another mesh",
     at=ON_ZERO1,
-)(resume_adamw_elsewhere)
+)
+def resume_adamw_elsewhere(side: Side) -> None:
+    feature_of("resume_adamw_elsewhere").run(side)
 
 
 @refused(

@@ -15,7 +15,7 @@ from torch import nn
 
 from parallelize import ParallelizeError
 from tests.matrix.axes import AXES, Axis
-from tests.matrix.feature import Feature, load_features
+from tests.matrix.feature import Feature, feature_of
 from tests.matrix.kinds import KINDS, Kind
 from tests.matrix.pools import pool_of
 from tests.matrix.sides import Alone, Planned, Side
@@ -59,9 +59,12 @@ def _fits(axis: Axis, kind: Kind) -> bool:
 
 def run_cell(feature_name: str, kind_name: str, axis_name: str, pool: Any = None) -> Verdict:
     """A cell on ranks that are threads, or on the processes of a pool, which may be that of the caller."""
-    feature, kind, axis = load_features()[feature_name], KINDS[kind_name], AXES[axis_name]
-    expected = reference(feature, kind_name, axis.deep)
-    bounds = bounds_of(feature, kind_name, axis.deep, expected)
+    feature, kind, axis = feature_of(feature_name), KINDS[kind_name], AXES[axis_name]
+    try:
+        expected = reference(feature, kind_name, axis.deep)
+        bounds = bounds_of(feature, kind_name, axis.deep, expected)
+    except ParallelizeError as error:  # of a mesh of one rank, which is refused too
+        return _refusal({**feature.refused, **kind.refused}, error)
     return judge(feature, kind, *ranks_of(feature, kind_name, kind, axis, pool), expected, bounds)
 
 
@@ -88,7 +91,7 @@ def ranks_of(
 
 def rank_of_cell(rank: int, feature_name: str, kind_name: str, axis: Axis, folder: str) -> Records:
     """A rank of a cell, as a process of a pool."""
-    feature, kind = load_features()[feature_name], KINDS[kind_name]
+    feature, kind = feature_of(feature_name), KINDS[kind_name]
     own = copy.deepcopy(models_of(feature, kind_name, axis.deep))
     return run_side(feature, Planned(kind, own[0], folder, axis, own[1:]))
 

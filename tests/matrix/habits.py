@@ -25,8 +25,13 @@ MESHES = [AXES[name] for name in _NAMES.split()]
 def habit(on: Callable[[Axis], bool] = lambda axis: True, **facts: Any) -> Callable[[Any], Any]:
     """A row of decoders without experts and recurrences, on the meshes of habits that `on` allows; sizes that coincide
     are for other rows."""
+    return feature(**of_habit(on, **facts))
+
+
+def of_habit(on: Callable[[Axis], bool] = lambda axis: True, **facts: Any) -> dict[str, Any]:
+    """What every habit has, for one that is a change of the loop of all."""
     here = {"needs": {"causal"}, "without": {"experts", "recurrent", "sizes"}, **facts}
-    return feature(on=lambda axis: axis in MESHES and on(axis), **here)
+    return {"on": lambda axis: axis in MESHES and on(axis), **here}
 
 
 def whole_model(axis: Axis) -> bool:

@@ -7,7 +7,6 @@ A new file of rows therefore leaves the verdicts of the others alone.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -15,12 +14,12 @@ from pathlib import Path
 
 import parallelize
 from tests.matrix.cells import Verdict
-from tests.matrix.feature import load_features
+from tests.matrix.feature import feature_of, is_feature
 from tests.matrix.verdicts import Cell
 
 _ROOT = Path(__file__).parents[2]
 JOURNAL = _ROOT / ".pytest_cache" / "matrix.jsonl"
-_MACHINERY = ("axes.py", "cells.py", "feature.py", "kinds.py", "sides.py")
+_MACHINERY = ("axes.py", "cells.py", "feature.py", "kinds.py", "loops.py", "sides.py")
 
 
 @dataclass(frozen=True)
@@ -58,15 +57,15 @@ def entries(path: Path = JOURNAL, any_sources: bool = False) -> dict[Cell, Entry
             entry = Entry(**json.loads(line))
         except ValueError:  # cut off, because the pass was ended
             continue
-        if entry.feature in load_features() and (any_sources or entry.sources == sources_of(entry.feature)):
+        if is_feature(entry.feature) and (any_sources or entry.sources == sources_of(entry.feature)):
             last[entry.cell] = entry
     return last
 
 
 def sources_of(feature_name: str) -> str:
     """A digest of what the verdicts of a row depend on."""
-    row = inspect.getfile(inspect.unwrap(load_features()[feature_name].run))
-    return hashlib.sha256((_shared() + _digest([Path(row)])).encode()).hexdigest()[:16]
+    files = [Path(file) for file in feature_of(feature_name).files]
+    return hashlib.sha256((_shared() + _digest(files)).encode()).hexdigest()[:16]
 
 
 @cache

@@ -61,8 +61,11 @@ def logits_of(output: Any) -> Any:
 
 
 def summed_loss(output: Any, targets: T) -> T:
-    """The sum of the cross entropy over all targets, unsharded."""
+    """The sum of the cross entropy over all targets, unsharded; logits of a learned prompt come before those of
+    tokens."""
     logits = logits_of(output)
+    if targets.ndim > 1:
+        logits = logits[:, -targets.shape[1] :]
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=IGNORED)
 
 

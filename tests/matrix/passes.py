@@ -7,14 +7,15 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.matrix import journal, verdicts
-from tests.matrix.cells import CRASHED, REFUSED, WRONG
+from tests.matrix.cells import CRASHED, REFUSED, WRONG, run_cell
 from tests.matrix.journal import Entry
 from tests.matrix.verdicts import Cell
-from tests.matrix.workers import TIMEOUT_S, Outcome, run_cells
+from tests.matrix.workers import TIMEOUT_S, Job, Outcome, run_cells
 
 _OFTEN = 25  # cells between two lines of progress
 _FEW = 40  # failures that are listed
@@ -24,37 +25,18 @@ def run_pass(
     feature: str = "",
     kind: str = "",
     *,
-    workers: int = 2,
-    seconds: float | None = None,
-    fresh: bool = False,
-    failed: bool = False,
-    any_sources: bool = False,
     record: bool = False,
-    path: Path = journal.JOURNAL,
     golden: Path = verdicts.GOLDEN,
-    timeout_s: float = TIMEOUT_S,
+    **options: Any,
 ) -> int:
-    """Run the cells that the journal does not have; how many cells fail.
+    """Run the cells of the table that the journal does not have; how many cells fail.
 
     Args:
-        feature, kind: only those. workers: processes. seconds: no cell begins after so many.
-        fresh: all of them once more. failed: those that are wrong or crashed once more.
-        any_sources: verdicts of earlier sources count too.
-        record: write the golden table.
-        path, golden, timeout_s: the journal, the golden table, and the limit of one cell.
+        feature, kind: only those. record: write the golden table, golden. options: of `run_through`.
     """
-    every = verdicts.all_cells()
+    every, table = verdicts.all_cells(), verdicts.read(golden)
     cells = [cell for cell in every if feature in ("", cell[0]) and kind in ("", cell[1])]
-    found = {} if fresh else journal.entries(path, any_sources)
-    if failed:
-        found = {cell: entry for cell, entry in found.items() if entry.word not in (WRONG, CRASHED)}
-    left = [cell for cell in cells if cell not in found]
-    print(f"{len(cells)} cells, {len(cells) - len(left)} of them in the journal", flush=True)
-    for entry in _run(left, workers, seconds, path, timeout_s):
-        found[entry.cell] = entry
-    found = {cell: found[cell] for cell in cells if cell in found}
-    table = verdicts.read(golden)
-    print("\n".join(summary(found, len(cells), table)), flush=True)
+    found = run_through(cells, table, **options)
     if record:
         results = {cell: entry.verdict for cell, entry in found.items()}
         verdicts.write(verdicts.merged(table, results, every), golden)
@@ -62,9 +44,42 @@ def run_pass(
     return len(failures(found, table))
 
 
-def _run(left: list[Cell], workers: int, seconds: float | None, path: Path, timeout_s: float):
+def run_through(
+    cells: list[Cell],
+    table: Mapping[Cell, verdicts.Verdict],
+    *,
+    workers: int = 2,
+    seconds: float | None = None,
+    fresh: bool = False,
+    failed: bool = False,
+    any_sources: bool = False,
+    path: Path = journal.JOURNAL,
+    timeout_s: float = TIMEOUT_S,
+    job: Job = run_cell,
+) -> dict[Cell, Entry]:
+    """The verdicts of cells: of those that the journal does not have by running them. Prints a summary.
+
+    Args:
+        table: what they were before. workers: processes. seconds: no cell begins after so many.
+        fresh: all of them once more. failed: those that are wrong or crashed once more.
+        any_sources: verdicts of earlier sources count too.
+        path, timeout_s: the journal, and the limit of one cell. job: what runs a cell.
+    """
+    found = {} if fresh else journal.entries(path, any_sources)
+    if failed:
+        found = {cell: entry for cell, entry in found.items() if entry.word not in (WRONG, CRASHED)}
+    left = [cell for cell in cells if cell not in found]
+    print(f"{len(cells)} cells, {len(cells) - len(left)} of them in the journal", flush=True)
+    for entry in _run(left, path, workers=workers, seconds=seconds, timeout_s=timeout_s, job=job):
+        found[entry.cell] = entry
+    found = {cell: found[cell] for cell in cells if cell in found}
+    print("\n".join(summary(found, len(cells), table)), flush=True)
+    return found
+
+
+def _run(left: list[Cell], path: Path, **options: Any) -> Iterator[Entry]:
     began, words = time.monotonic(), Counter()
-    for number, outcome in enumerate(run_cells(left, workers, seconds, timeout_s), start=1):
+    for number, outcome in enumerate(run_cells(left, **options), start=1):
         entry = _entry(outcome)
         journal.append(entry, path)
         words[entry.word] += 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.matrix.axes import AXES, Axis
 from tests.matrix.cells import CRASHED, RIGHT, Verdict, bounds_of, judge, ranks_of, reference
-from tests.matrix.feature import Feature, load_features
+from tests.matrix.feature import Feature, feature_of
 from tests.matrix.kinds import KINDS
 
 SECONDS = 120.0
@@ -31,7 +31,7 @@ class SmallCell:
     overrides: tuple[tuple[str, Any], ...] = ()
 
     def run(self) -> Verdict:
-        feature = _with_overrides(load_features()[self.feature], self.kind, dict(self.overrides))
+        feature = _with_overrides(feature_of(self.feature), self.kind, dict(self.overrides))
         kind = KINDS[self.kind]
         try:
             expected = reference(feature, self.kind, self.axis.deep)
@@ -97,14 +97,17 @@ def is_alike(found: Verdict, wanted: Verdict) -> bool:
 
 def _start(verdict: Verdict) -> str:
     """The first words of a detail; of a wrong value whether it is a loss, a norm, a gradient or a weight."""
-    detail = re.sub(r"^rank \d+: ", "", verdict.detail)
+    detail = re.sub(r"^(rank \d+: |PipelineError: stage-failed: stage \d+ failed on rank \d+: )", "", verdict.detail)
     if match := re.match(r"(\S+)( .*)? differs by ", detail):
         return match[1]
     return re.sub(r"\d+", "#", detail)[:_ALIKE]
 
 
 def _smaller(cell: SmallCell) -> Iterator[SmallCell]:
-    """Smaller cells, the smallest first."""
+    """Smaller cells, the smallest first: with fewer rows, on a smaller axis, of a smaller model."""
+    names = cell.feature.split("+")
+    for name in names if len(names) > 1 else ():
+        yield replace(cell, feature="+".join(other for other in names if other != name))
     axes = sorted(_smaller_axes(cell.axis), key=lambda axis: (axis.world_size, len(axis.options), axis.deep))
     for axis in axes:
         yield replace(cell, axis=axis)

@@ -53,9 +53,13 @@ class Side:
         kind: of the model. model: the module that trains. folder: for files, the same on every rank.
         records: name to what is compared, in the order of recording.
         alone: whether this is the unsharded model.
+        loop: that the side runs, if its row is a change of one. fresh: a copy of the model as it was built, for what
+            is restored.
     """
 
     alone = False
+    loop: Any = None
+    fresh: Any = None
 
     def __init__(self, kind: Kind, model: nn.Module, folder: str, others: tuple[nn.Module, ...] = ()):
         self.kind, self.model, self.folder, self.others = kind, model, folder, others

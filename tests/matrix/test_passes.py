@@ -76,7 +76,7 @@ def test_what_may_not_be_is_not_recorded():
 def test_a_pass_goes_on_where_it_stopped_and_counts_failures(tmp_path, monkeypatch, capsys):
     runs = []
 
-    def run(cells, workers, seconds, timeout_s):
+    def run(cells, **options):
         runs.append(len(cells))
         for cell in cells:
             yield passes.Outcome(cell, Verdict(WRONG, "x") if cell[2] == "tp" else Verdict(RIGHT), 1.0)

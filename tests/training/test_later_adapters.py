@@ -64,3 +64,18 @@ def test_a_second_adapter_leaves_the_first_one_frozen_over_data_ranks():
 
     counts = run_ranks(2, body)
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize(("axes", "zero", "slug"), [({"dp": 2}, 3, "outside-unit"), ({"cp": 2}, 0, "outside-context")])
+def test_generation_by_a_wrapper_that_was_planned_is_refused(axes, zero, slug):
+    """It calls the model inside of the one that gathers parameters and divides sequences."""
+
+    def body(rank):
+        with LOCK:
+            model = peft.get_peft_model(tiny_model("llama", torch.float64), config("lora")).eval()
+        parallel = parallelize_model(model, build_mesh("cpu", **axes), zero=zero)
+        with pytest.raises(ModelError) as error:
+            parallel.module.generate(input_ids=IDS, max_new_tokens=2)
+        return error.value.slugs
+
+    assert run_ranks(2, body) == [(slug,)] * 2

@@ -12,6 +12,7 @@ from parallelize.axes.context.gathered_modules import gather_tokens
 from parallelize.axes.context.inputs import next_tokens, select_tokens
 from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.state.records import inside_adapters
 
 T = torch.Tensor
 
@@ -81,4 +82,4 @@ def local_targets(context: Context, full: int, targets: Any) -> Any:
 
 def _context(model: Any) -> Context | None:
     module = model if isinstance(model, nn.Module) else model.module
-    return context_of(module)
+    return context_of(inside_adapters(module))

@@ -27,7 +27,7 @@ from parallelize.state.loop import local_optimizer as offloaded_state
 from parallelize.state.loop.clip import serve_stock_clip
 from parallelize.state.loop.grad_scaler import agree_on_overflow
 from parallelize.state.loop.local_optimizer import ELEMENTWISE, local_optimizer
-from parallelize.state.records import mark_of, mark_parameter, mesh_of, pipeline_cut, record_of
+from parallelize.state.records import inside_adapters, mark_of, mark_parameter, mesh_of, pipeline_cut, record_of
 
 NEEDS_FULL_PARAMETERS = {
     "Adafactor": "computes means over the rows and columns of full matrices",
@@ -70,6 +70,7 @@ def build_optimizer(
         stepped.
     """
     name = optimizer.__name__
+    whole, module = module, inside_adapters(module)
     data = data_of(module)
     if pipeline_cut(module) is not None:
         plan_changes(module)
@@ -84,7 +85,7 @@ def build_optimizer(
     _refuse_added(module, data)
     for shard in shards.values():
         _mark_stepped(shard)
-    groups = list(params) if params is not None else [p for p in module.parameters() if p.requires_grad]
+    groups = list(params) if params is not None else [p for p in whole.parameters() if p.requires_grad]
     own = _Own(module, shards, data is not None and data.zero == 3)
     # a pipeline stage may have nothing that trains, such as no adapter
     stepped = [own.stepped(group) for group in groups if not _is_absent(group)] or [{"params": []}]

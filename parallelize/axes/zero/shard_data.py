@@ -190,9 +190,7 @@ def _shard_parameters(module: nn.Module, mesh: MeshView, options: DataOptions, r
     set_up(SHARDED, Guarded(module, mesh))
     compute = options.dtype if options.low_precision else None
     shards: list[OptimizerShard] = []
-    added_parameters = None
-    if mesh.spec.data_axes:
-        added_parameters = _manage_later_adapters(module, mesh, options, engine, shards)
+    added_parameters = _manage_later_adapters(module, mesh, options, engine, shards)
     mark_applied(module, data=DataRecord(3, mesh, engine, shards, compute=compute, added_parameters=added_parameters))
 
 

@@ -33,6 +33,7 @@ def add_penalty(module: nn.Module, penalty: Penalty) -> torch.Tensor:
     A collective over the model's mesh: call it on every rank, after `step` (or after a backward of one's own, which
     sums the gradients) and before clipping. The full penalty is the sum of `penalty(name, weight)` over all parameters
     that require a gradient, each counted once: over data ranks, ties and copies of other stages, as on one process.
+    Hooks of a parameter see the gradient of the loss alone.
 
     Args:
         module: a model on any mesh, or any other.

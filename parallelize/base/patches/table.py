@@ -157,6 +157,13 @@ TABLE = (
         "a mesh is built, or a watch is opened",
         "the process ends, or the watch is closed",
     ),
+    Patch(
+        "torch.nn.utils.parametrize.*cache*",
+        "keeps values of parametrized parameters for each thread",
+        "torch 1.9",
+        "ranks are threads",
+        _BLOCK,
+    ),
     Patch("gc.get_objects", "hides objects that other threads still build", "Python 3", "ranks are threads", _BLOCK),
     Patch("torch.distributed.distributed_c10d.ProcessGroup.*", "logs collectives", "torch 1.0", **_WATCH),
     Patch("torch.*.Work.wait", "finds threads that wait", "torch 1.0", **_WATCH),

@@ -1,6 +1,7 @@
 """Models as they are given: checked to be modules, and the stock model inside of PEFT's wrappers.
 
-PEFT is not imported: its wrappers are recognized by their package.
+PEFT is not imported: its wrappers are recognized by the package of their class, or of the class that `fully_shard` has
+made a subclass of.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _BESIDE_TOKENS = ("PREFIX_TUNING", "CARTRIDGE")
 
 def stock_model(module: nn.Module) -> nn.Module:
     """The model inside PEFT's wrappers; the module itself where there are none."""
-    while type(module).__module__.partition(".")[0] == "peft":
+    while any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__):
         inner = module._modules.get("base_model") or module._modules.get("model")
         if inner is None:
             break

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
-from parallelize.state.records import applied, not_parallelized, pipeline_cut, record_of
+from parallelize.state.records import applied, inside_adapters, not_parallelized, pipeline_cut, record_of
 
 
 @contextmanager
@@ -25,8 +25,9 @@ def accumulate_gradients(module: nn.Module) -> Iterator[None]:
         the gradients that `shard_data` reduces over the data axes. ZeRO 2 and 3 reduce in each backward pass, unless
         `defer` is set.
     """
-    record, data = record_of(module), applied(module).data
-    if record is None and data is None and pipeline_cut(module) is None:  # stages alone sum nothing
+    root = inside_adapters(module)
+    record, data = record_of(root), applied(root).data
+    if record is None and data is None and pipeline_cut(root) is None:  # stages alone sum nothing
         raise not_parallelized(module)
     engine = data.engine if data is not None else None
     with record.pending_reductions.accumulating() if record is not None else nullcontext():

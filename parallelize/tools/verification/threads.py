@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from parallelize.base.errors import HandshakeError, Problem
 from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_groups as private_groups
+from parallelize.base.torch_private.torch_parametrize import of_each_thread
 from parallelize.state.randomness.dropout.host_draws import host_states, set_host_states
 
 TIMEOUT_S = 120.0
@@ -284,7 +285,13 @@ def run_ranks(world_size: int, body: Callable[[int], Any], timeout_s: float = TI
 
     Raises: the first failure of a rank; HandshakeError `ranks-timed-out`.
     """
-    with _RUN_LOCK, private_groups.threads_as_ranks(ThreadGroup), _hide_gc_objects(), _kept_host_generators():
+    with (
+        _RUN_LOCK,
+        private_groups.threads_as_ranks(ThreadGroup),
+        _hide_gc_objects(),
+        _own_parametrizations(),
+        _kept_host_generators(),
+    ):
         return _Run(world_size, body, timeout_s).outcome()
 
 
@@ -307,6 +314,16 @@ def _hide_gc_objects() -> Iterator[None]:
     too early calls it.
     """
     with patches.within(gc, "get_objects", lambda generation=None: []):
+        yield
+
+
+@contextmanager
+def _own_parametrizations() -> Iterator[None]:
+    """Let each rank have the values of parametrized parameters that PyTorch keeps in a block, as its own process."""
+    owner, values = of_each_thread()
+    with ExitStack() as changes:
+        for name, value in values.items():
+            changes.enter_context(patches.within(owner, name, value))
         yield
 
 

@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from parallelize import dequantize, quantize, save_adapter
-from tests.matrix.axes import Axis
-from tests.matrix.feature import feature
+from tests.matrix.feature import change, feature
 from tests.matrix.features.state import ADAMW, first_step, go_on_elsewhere
-from tests.matrix.kinds import IGNORED, LENGTH, ROWS
 from tests.matrix.sides import Side, seeded
 
 if find_spec("peft"):  # before a plan, as adapters after it need
@@ -77,7 +75,7 @@ def _moved(model: nn.Module) -> nn.Module:
     """Adapters have other values than those with which they change nothing, by their names alone."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dtype != torch.float64 and parameter.is_floating_point():
+            if parameter.dtype == torch.float32 and parameter.requires_grad:
                 parameter.data = parameter.data.double()
             if parameter.requires_grad and "modules_to_save" not in name:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -90,105 +88,86 @@ def adapters(**facts: Any) -> Any:
     return feature(**facts) if find_spec("peft") else lambda run: run
 
 
-def _no_cp(axis: Axis) -> bool:
-    return "cp" not in axis.sizes
+def adapter(name: str, apart: frozenset[str] = frozenset(), **facts: Any) -> None:
+    """A change of the loop by an adapter, of which a model has one; where PEFT is installed."""
+    if find_spec("peft"):
+        change(name, apart={"adapter", *apart}, turn=1, **facts)
 
 
-@adapters(prepare=lora())
-def lora_before(side: Side) -> None:
-    side.place()
-    side.train()
+def added(add: Callable[[nn.Module], nn.Module]) -> Callable[[Side], None]:
+    """What adds an adapter to a model on its mesh."""
 
+    def placed(side: Side) -> None:
+        with seeded(1):
+            side.model = add(side.model)
 
-@adapters()
-def lora_after(side: Side) -> None:
-    side.place()
-    with seeded(1):
-        side.model = lora()(side.model)
-    side.train()
-
-
-@adapters(prepare=lora(use_dora=True))
-def dora(side: Side) -> None:
-    side.place()
-    side.train()
-
-
-@adapters(prepare=lora(bias="lora_only", lora_bias=True, use_rslora=True))
-def lora_with_biases(side: Side) -> None:
-    side.place()
-    side.train()
-
-
-@adapters(prepare=ia3)
-def ia3_before(side: Side) -> None:
-    side.place()
-    side.train()
-
-
-@adapters()
-def ia3_after(side: Side) -> None:
-    side.place()
-    with seeded(1):
-        side.model = ia3(side.model)
-    side.train()
+    return placed
 
 
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 
 
-@adapters(prepare=lora(**EXPERTS), needs={"experts"})
-def lora_of_experts(side: Side) -> None:
-    side.place()
-    side.train()
+def _merged_for_an_evaluation(side: Side, number: int) -> None:
+    side.model.merge_adapter()
+    side.evaluate(number + 1)
+    side.model.unmerge_adapter()
 
 
-@adapters(needs={"experts"}, refused={"added-parameter": "those of experts over ep come before the plan"})
-def lora_of_experts_after(side: Side) -> None:
-    side.place()
-    with seeded(1):
-        side.model = lora(**EXPERTS)(side.model)
-    side.train()
+def _off(side: Side, number: int) -> None:
+    with side.model.disable_adapter():
+        side.evaluate(number + 1)
 
 
-@adapters(
+adapter("lora_before", prepare=lora())
+adapter("lora_after", placed=added(lora()))
+adapter("dora", prepare=lora(use_dora=True))
+adapter("lora_with_biases", prepare=lora(bias="lora_only", lora_bias=True, use_rslora=True))
+adapter("ia3_before", prepare=ia3)
+adapter("ia3_after", placed=added(ia3))
+adapter("lora_of_experts", prepare=lora(**EXPERTS), needs={"experts"})
+adapter(
+    "lora_of_experts_after",
+    placed=added(lora(**EXPERTS)),
+    needs={"experts"},
+    refused={"added-parameter": "those of experts over ep come before the plan"},
+)
+adapter(
+    "merged_experts",
     prepare=lora(**EXPERTS),
+    between=_merged_for_an_evaluation,
     needs={"experts"},
     refused={"unplanned-adapter": "ZeRO 3 shards adapters and experts over different ranks"},
 )
-def merged_experts(side: Side) -> None:
-    side.place()
-    side.step(0)
-    side.update()
-    side.model.merge_adapter()
-    side.evaluate(1)
-    side.model.unmerge_adapter()
-    side.step(1)
+adapter("merge_and_unmerge", prepare=lora(), between=_merged_for_an_evaluation)
+adapter("adapters_off", prepare=lora(), between=_off)  # trained with adapters, evaluated without them
 
 
-def _train_with_prompts(side: Side) -> None:
-    """`step` puts ignored targets before those of the batch, as PEFT does with labels."""
-    side.place()
-    for number in range(2):
-        targets = side.targets(number)
-        if side.alone and side.model.peft_type.value == "PROMPT_TUNING":
-            targets = nn.functional.pad(targets, (3, 0), value=IGNORED)
-        side.step(number, targets=targets, attention_mask=side.local(torch.ones(ROWS, LENGTH, dtype=torch.long)))
-        if not number:
-            side.update()
+def _step_with_prompts(side: Side, number: int) -> None:
+    """With a mask, to which PEFT adds the prompt."""
+    mask = torch.ones_like(side.inputs(number)["input_ids"])
+    side.step(number, **{"attention_mask": mask, **side.inputs(number)})
 
 
 OVER_CP = {"wrong-rows": "the sequence that is divided over cp is shorter than the one with the prompt"}
 
 
-@adapters(prepare=prompts("PromptTuningConfig"), needs=PROMPTS, refused=OVER_CP)
-def prompt_tuning(side: Side) -> None:
-    _train_with_prompts(side)
-
-
-@adapters(prepare=prompts("PrefixTuningConfig"), needs=PROMPTS, without={"recurrent"}, refused=OVER_CP)
-def prefix_tuning(side: Side) -> None:
-    _train_with_prompts(side)
+PREFIX: dict[str, Any] = {"needs": PROMPTS, "without": {"recurrent"}, "refused": OVER_CP}
+adapter(
+    "prompt_tuning",
+    prepare=prompts("PromptTuningConfig"),
+    step=_step_with_prompts,
+    needs=PROMPTS,
+    refused=OVER_CP,
+    apart=frozenset({"positions"}),  # logits have more of them
+)
+adapter(
+    "prefix_tuning",
+    prepare=prompts("PrefixTuningConfig"),
+    step=_step_with_prompts,
+    apart=frozenset({"replay"}),  # it would read the prefix twice, which PEFT leaves to the user
+    refused_with={"*recompute*": {"cache-in-recompute": "a prefix is in a cache, which a replay would read again"}},
+    **PREFIX,
+)
 
 
 @adapters(prepare=lora())
@@ -198,26 +177,6 @@ def merge_and_unload(side: Side) -> None:
     side.update()
     side.model.merge_and_unload()
     side.evaluate(2)
-
-
-@adapters(prepare=lora())
-def merge_and_unmerge(side: Side) -> None:
-    side.place()
-    side.model.merge_adapter()
-    side.evaluate(1)
-    side.model.unmerge_adapter()
-    side.train()
-
-
-@adapters(prepare=lora())
-def adapters_off(side: Side) -> None:
-    """Training with adapters, evaluation without them between two steps."""
-    side.place()
-    side.step(0)
-    side.update()
-    with side.model.disable_adapter():
-        side.evaluate(1)
-    side.step(2)
 
 
 @adapters(prepare=lora())
@@ -253,10 +212,11 @@ def adapter_files(side: Side) -> None:
     side.step(1)
 
 
-@adapters(prepare=lora(target_modules=["q_proj", "k_proj", "c_attn"], modules_to_save=["lm_head"]), needs=PROMPTS)
-def modules_to_save(side: Side) -> None:
-    side.place()
-    side.train()
+adapter(
+    "modules_to_save",
+    prepare=lora(target_modules=["q_proj", "k_proj", "c_attn"], modules_to_save=["lm_head"]),
+    needs=PROMPTS,
+)
 
 
 # Sizes of which each of four ranks has whole blocks of 16.
@@ -272,16 +232,16 @@ def quantized(form: str, **options: Any) -> Callable[[nn.Module], nn.Module]:
     return lambda model: lora(**options)(quantize(model, form))
 
 
-@adapters(prepare=quantized("nf4(block=16)"), names=("quantize", "QuantizedLinear"), **QUANTIZED)
-def nf4_with_lora(side: Side) -> None:
-    side.place()
-    side.train()
-
-
-@adapters(prepare=quantized("nf4(block=16)"), **QUANTIZED)
-def nf4_recomputed(side: Side) -> None:
-    side.place(recompute="selective")
-    side.train()
+adapter("nf4_with_lora", prepare=quantized("nf4(block=16)"), names=("quantize", "QuantizedLinear"), **QUANTIZED)
+adapter(
+    "nf4_recomputed", prepare=quantized("nf4(block=16)"), options={"recompute": "selective"}, meets=False, **QUANTIZED
+)
+adapter("nf4_with_dora", prepare=quantized("nf4(block=16)", use_dora=True), **QUANTIZED)  # which reads the weight
+adapter(
+    "nf4_with_lora_of_experts", prepare=quantized("nf4(block=16)", **EXPERTS), **{**QUANTIZED, "needs": {"experts"}}
+)
+adapter("int8_with_lora", prepare=quantized("int8(block=16)"), **QUANTIZED)
+adapter("nf4_alone", prepare=lambda model: quantize(model, "nf4(block=16)"), **QUANTIZED)  # frozen codes
 
 
 @adapters(prepare=quantized("nf4(block=16)"), **QUANTIZED)
@@ -292,32 +252,6 @@ def nf4_resumed_elsewhere(side: Side) -> None:
             parameter.data.zero_()
     first_step(side, **ADAMW)
     go_on_elsewhere(side, fresh, **ADAMW)
-
-
-@adapters(prepare=quantized("nf4(block=16)", use_dora=True), **QUANTIZED)
-def nf4_with_dora(side: Side) -> None:
-    """Which reads the weight."""
-    side.place()
-    side.train()
-
-
-@adapters(prepare=quantized("nf4(block=16)", **EXPERTS), **{**QUANTIZED, "needs": {"experts"}})
-def nf4_with_lora_of_experts(side: Side) -> None:
-    side.place()
-    side.train()
-
-
-@adapters(prepare=quantized("int8(block=16)"), **QUANTIZED)
-def int8_with_lora(side: Side) -> None:
-    side.place()
-    side.train()
-
-
-@feature(prepare=lambda model: quantize(model, "nf4(block=16)"), **QUANTIZED)
-def nf4_alone(side: Side) -> None:
-    """The embedding, the norms and the head train; codes are frozen."""
-    side.place()
-    side.train()
 
 
 @feature(prepare=lambda model: quantize(model, "int8(block=16)"), names=("dequantize",), **QUANTIZED)

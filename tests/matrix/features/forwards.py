@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.matrix.axes import AXES, Axis
-from tests.matrix.feature import feature
+from tests.matrix.feature import at, change, feature
 from tests.matrix.sides import Side
 
 DROPOUT: dict[str, dict[str, Any]] = {
@@ -60,79 +60,51 @@ def _is_dropped(layer: nn.Module, stock: Any, x: torch.Tensor, *args: Any, **kwa
     return stock(layer, x, *args, **kwargs)
 
 
-@feature(one_rank=True, needs={"causal", "stock"}, without={"recurrent"}, prepare=_with_first_layer(_adds_noise))
-def noise(side: Side) -> None:
-    side.place()
-    side.train()
-
-
-@feature(one_rank=True, needs={"causal"}, without={"recurrent", "experts"}, prepare=_with_first_layer(_is_dropped))
-def layer_drop(side: Side) -> None:
-    side.place()
-    for number in range(3):
-        side.step(number)
-        side.update()
-
-
-@feature(one_rank=True, needs={"stock"}, without={"recurrent"}, overrides={k: v for k, v in DROPOUT.items() if k})
-def dropout(side: Side) -> None:
-    side.place()
-    side.train()
-
-
-@feature(one_rank=True, needs={"causal", "stock"}, without={"recurrent"}, overrides={"": {"attention_dropout": 0.2}})
-def attention_dropout(side: Side) -> None:
-    side.place()
-    side.train()
-
-
-@feature(one_rank=True, needs={"stock"}, without={"recurrent"}, overrides={k: v for k, v in DROPOUT.items() if k})
-def recomputed_dropout(side: Side) -> None:
-    side.place(recompute="full")
-    side.train()
-
-
-@feature(one_rank=True, needs={"stock"}, without={"recurrent"}, overrides={k: v for k, v in DROPOUT.items() if k})
-def selectively_recomputed_dropout(side: Side) -> None:
-    side.place(recompute="selective")
-    side.train()
-
-
-@feature(
+NO_GRADIENT = {"stage-output-changed": "what a stage sends has no gradient where its only layer that trains is dropped"}
+RANDOM_DECODERS = {"one_rank": True, "needs": {"causal", "stock"}, "without": {"recurrent"}}
+change("noise", prepare=_with_first_layer(_adds_noise), apart={"first layer"}, **RANDOM_DECODERS)
+change(
+    "layer_drop",
+    prepare=_with_first_layer(_is_dropped),
+    apart={"first layer"},
+    refused_with=dict.fromkeys(("adapter", "frozen*"), NO_GRADIENT),
     one_rank=True,
-    needs={"stock"},
-    without={"recurrent", "vision"},  # whose layers call one dropout twice, so that a recompute cannot place its draws
-    overrides={k: v for k, v in DROPOUT.items() if k},
+    needs={"causal"},
+    without={"recurrent", "experts"},
 )
-def dropout_checkpointed_by_transformers(side: Side) -> None:
-    side.place()
+change("attention_dropout", overrides={"": {"attention_dropout": 0.2}}, **RANDOM_DECODERS)
+
+DROPS: dict[str, Any] = {
+    "one_rank": True,
+    "needs": {"stock"},
+    "without": {"recurrent"},
+    "overrides": {kind: fields for kind, fields in DROPOUT.items() if kind},
+}
+change("dropout", **DROPS)
+change("recomputed_dropout", options={"recompute": "full"}, meets=False, **DROPS)
+change("selectively_recomputed_dropout", options={"recompute": "selective"}, meets=False, **DROPS)
+change("recompute_full", options={"recompute": "full"})
+change("recompute_selective", options={"recompute": "selective"})
+change("recompute_every_second", options={"recompute": "full", "recompute_every": 2})
+
+
+def _checkpointed(side: Side) -> None:
     side.model.gradient_checkpointing_enable()
-    side.train()
 
 
-@feature()
-def recompute_full(side: Side) -> None:
-    side.place(recompute="full")
-    side.train()
-
-
-@feature()
-def recompute_selective(side: Side) -> None:
-    side.place(recompute="selective")
-    side.train()
-
-
-@feature()
-def recompute_every_second(side: Side) -> None:
-    side.place(recompute="full", recompute_every=2)
-    side.train()
-
-
-@feature(needs={"stock"})
-def checkpointing_of_transformers(side: Side) -> None:
-    side.place()
-    side.model.gradient_checkpointing_enable()
-    side.train()
+change(
+    "checkpointing_of_transformers",
+    placed=_checkpointed,
+    needs={"stock"},
+    apart={"replay"},
+    refused_with={"recompute*": {"foreign-recompute": "a forward would run three times"}},
+)
+change(  # without vision, whose layers call one dropout twice, so that a recompute cannot place its draws
+    "dropout_checkpointed_by_transformers",
+    placed=_checkpointed,
+    meets=False,
+    **{**DROPS, "without": {"recurrent", "vision"}},
+)
 
 
 def _with_checkpointing(side: Side, reentrant: bool, **options: Any) -> None:
@@ -167,10 +139,7 @@ def overlap_under_reentrant_checkpointing(side: Side) -> None:
     _with_checkpointing(side, reentrant=True, overlap="chunked")
 
 
-@feature(on=_over_tp)
-def overlap_in_chunks(side: Side) -> None:
-    side.place(overlap="chunked")
-    side.train()
+change("overlap_in_chunks", options={"overlap": "chunked"}, on=_over_tp)
 
 
 def _runs_pairs(axis: Axis) -> bool:
@@ -185,14 +154,12 @@ def overlapped_microbatches(side: Side) -> None:
     side.train()
 
 
-@feature()
+@at("placed")
 def forward_hooks(side: Side) -> None:
     """Of a layer: one that changes its output, and one that changes its gradient."""
-    side.place()
     layer = layers_of(side)[1]
     layer.register_forward_hook(lambda module, inputs, output: _scaled(output, 1.05))
     layer.register_full_backward_hook(lambda module, gradients, _: tuple(_scaled(g, 0.9) for g in gradients))
-    side.train()
 
 
 def _scaled(value: Any, factor: float) -> Any:
@@ -201,51 +168,38 @@ def _scaled(value: Any, factor: float) -> Any:
     return value * factor if isinstance(value, torch.Tensor) else value
 
 
-@feature()
+@at("placed")
 def eval_of_a_layer(side: Side) -> None:
-    side.place()
     layers_of(side)[0].eval()
-    side.train()
 
 
-@feature()
-def forward_without_backward(side: Side) -> None:
-    side.place()
-    side.step(0)
+@at("gradients")
+def forward_without_backward(side: Side, number: int) -> None:
     with torch.no_grad():
-        side.forward(1) if side.alone else side.parallel.forward(**side.inputs(1))
-    side.update()
-    side.step(1)
+        side.forward(number + 1) if side.alone else side.parallel.forward(**side.inputs(number + 1))
 
 
-@feature()
-def error_in_a_forward(side: Side) -> None:
+def _fails_first(side: Side, number: int, step: Any, handle: Any) -> None:
     """The step after one that failed is as if it had not been."""
-    side.place()
-    handle = layers_of(side)[1].register_forward_pre_hook(raise_deliberately)
     try:
-        side.step(0)
+        step(number)
     except Exception as error:
         assert "deliberate" in str(error), error
     handle.remove()
     for parameter in side.model.parameters():
         parameter.grad = None
-    side.step(1)
+    step(number)
 
 
-@feature(needs={"causal"})
-def error_in_a_backward(side: Side) -> None:
+@at("around", apart={"error"})
+def error_in_a_forward(side: Side, number: int, step: Any) -> None:
+    _fails_first(side, number, step, layers_of(side)[1].register_forward_pre_hook(raise_deliberately))
+
+
+@at("around", apart={"error"}, needs={"causal"})
+def error_in_a_backward(side: Side, number: int, step: Any) -> None:
     """Gradients of later layers are there by then."""
-    side.place()
-    handle = layers_of(side)[0].register_full_backward_pre_hook(raise_deliberately)
-    try:
-        side.step(0)
-    except Exception as error:
-        assert "deliberate" in str(error), error
-    handle.remove()
-    for parameter in side.model.parameters():
-        parameter.grad = None
-    side.step(1)
+    _fails_first(side, number, step, layers_of(side)[0].register_full_backward_pre_hook(raise_deliberately))
 
 
 class DeliberateError(RuntimeError):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from parallelize import cross_entropy
 from tests.matrix.axes import Axis
-from tests.matrix.feature import feature
+from tests.matrix.feature import at, change, feature
 from tests.matrix.features.forwards import DROPOUT, layers_of
 from tests.matrix.features.losses import NOT_BY_HAND, by_hand
 from tests.matrix.kinds import logits_of, summed_loss
@@ -34,19 +34,13 @@ def mean_of_the_package(side: Side) -> None:
     side.record("loss", side.summed(loss))
 
 
-@feature()
-def clip_of_order_three(side: Side) -> None:
-    side.place()
-    side.step(0)
+@at("gradients")
+def clip_of_order_three(side: Side, number: int) -> None:
     side.clip(0.01, norm_type=3.0)
-    side.update()
 
 
-@feature(needs={"text", "stock"}, overrides=ONE_KEY_HEAD)
-def one_key_head(side: Side) -> None:
-    """Fewer key heads than ranks that divide the query heads."""
-    side.place()
-    side.train()
+# fewer key heads than ranks that divide the query heads
+change("one_key_head", needs={"text", "stock"}, overrides=ONE_KEY_HEAD)
 
 
 @feature()
@@ -85,11 +79,14 @@ def _with_unused_layer(model: nn.Module) -> nn.Module:
 UNCLAIMED = {"unclaimed-parameter": "a rule of the plan must name each parameter"}
 
 
-@feature(prepare=_with_unused_layer, on=_on_data_axes, refused=UNCLAIMED)
-def unused_layer(side: Side) -> None:
-    """No rank uses it, so that it gets no gradient."""
-    side.place()
-    side.train()
+# no rank uses it, so that it gets no gradient
+change(
+    "unused_layer",
+    prepare=_with_unused_layer,
+    on=_on_data_axes,
+    refused=UNCLAIMED,
+    apart={"adapter"},  # which all linears would have, and this one no rule
+)
 
 
 @feature(rounds=torch.bfloat16, without={"experts", "recurrent"})
@@ -136,15 +133,14 @@ def error_in_a_later_microbatch(side: Side) -> None:
     side.step(1)
 
 
-@feature()
-def gradients_replaced_and_reset(side: Side) -> None:
+@at("around")
+def gradients_replaced_and_reset(side: Side, number: int, step: Any) -> None:
     """Between two backwards that add up: other tensors in the place of some gradients, and none in that of others."""
-    side.place()
-    side.step(0)
+    step(number)
     for name, parameter in side.named().items():
         if parameter.grad is not None:
             parameter.grad = None if name.endswith("bias") else parameter.grad * 0.5
-    side.step(1)
+    step(number + 1)
 
 
 def _steps_with_overflow(side: Side, optimizer: torch.optim.Optimizer, unscales: bool) -> None:

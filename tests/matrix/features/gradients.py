@@ -2,52 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallelize import clip_grad_norm_
-from tests.matrix.feature import feature
+from parallelize import add_penalty, clip_grad_norm_
+from tests.matrix.feature import at, change, feature
 from tests.matrix.sides import Side
 
 HOOKS_UNDER_ZERO3 = {"hook-not-run": "gradients are summed elsewhere than in the parameter under ZeRO 3"}
 
 
-@feature()
-def clip(side: Side) -> None:
-    side.place()
-    side.step(0)
-    side.clip(0.3)
-    side.update()
-    side.step(1)
+@at("gradients")
+def clip(side: Side, number: int) -> None:
     side.clip(0.3)
 
 
-@feature()
-def clip_largest(side: Side) -> None:
-    side.place()
-    side.step(0)
+@at("gradients")
+def clip_largest(side: Side, number: int) -> None:
     side.clip(0.01, norm_type=float("inf"))
-    side.update()
 
 
-@feature()
-def clip_of_the_package(side: Side) -> None:
-    side.place()
-    side.step(0)
+@at("gradients")
+def clip_of_the_package(side: Side, number: int) -> None:
     clip_of = nn.utils.clip_grad_norm_ if side.alone else clip_grad_norm_
     side.record("norm", clip_of(side.model.parameters() if side.alone else side.model, 0.3))
-    side.update()
 
 
-@feature()
-def clip_of_torch(side: Side) -> None:
-    side.place()
-    side.step(0)
+@at("gradients")
+def clip_of_torch(side: Side, number: int) -> None:
     norm = nn.utils.clip_grad_norm_(side.model.parameters(), 0.3)
     side.record("norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    side.update()
 
 
 def _full(value: Any) -> Any:
@@ -74,11 +61,9 @@ def clip_by_every_call(side: Side) -> None:
     side.record("norm", _full(nn.utils.clip_grad_norm_(side.model.parameters(), most)))
 
 
-@feature(needs={"causal"}, on=lambda axis: axis.ranks("pp") == 1)
-def clip_by_parts(side: Side) -> None:
+@at("gradients", needs={"causal"}, on=lambda axis: axis.ranks("pp") == 1)
+def clip_by_parts(side: Side, number: int) -> None:
     """PyTorch's norm, and what clips to it, called apart."""
-    side.place()
-    side.step(0)
     parameters = list(side.model.parameters())
     norm = _full(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     side.record("norm", norm)
@@ -105,96 +90,77 @@ def clip_of_shared_and_frozen(side: Side) -> None:
     side.step(1)
 
 
-@feature()
-def clip_values(side: Side) -> None:
-    side.place()
-    side.step(0)
+@at("gradients")
+def clip_values(side: Side, number: int) -> None:
     nn.utils.clip_grad_value_(side.model.parameters(), 1e-3)
-    side.update()
 
 
-@feature()
-def scaler(side: Side) -> None:
-    """PyTorch's recipe with unscale and clip; the second step has an infinite gradient on the last data rank's rows."""
-    side.place()
-    optimizer = side.optimizer(torch.optim.SGD, momentum=0.9)
+@at("update")
+def scaler(side: Side, number: int) -> None:
+    """PyTorch's recipe with unscale and clip; the second step has infinite gradients, and none is stepped."""
     scaling = torch.amp.GradScaler("cpu", init_scale=16.0)
-    for number in range(3):
-        side.step(number)
-        for parameter in side.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(float("inf") if number == 1 else 16.0)
+    for parameter in side.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(float("inf") if number == 1 else 16.0)
+    for optimizer in side.optimizers:
         scaling.scale(torch.zeros(()))
         scaling.unscale_(optimizer)
-        if number != 1:
-            side.clip(0.3)
+    if number != 1:
+        side.clip(0.3)
+    for optimizer in side.optimizers:
         scaling.step(optimizer)
-        scaling.update()
+    scaling.update()
+    for optimizer in side.optimizers:
         optimizer.zero_grad()
     side.record("scale", scaling.get_scale())
 
 
-@feature()
-def edited_gradients(side: Side) -> None:
-    side.place()
-    side.optimizer(torch.optim.SGD, momentum=0.9)
-    side.step(0)
+@at("gradients")
+def edited_gradients(side: Side, number: int) -> None:
     with torch.no_grad():
         for parameter in side.model.parameters():
-            parameter.grad.mul_(0.5)
-    side.update()
-    side.step(1)
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
 
 
-@feature()
-def gradients_set_to_zero(side: Side) -> None:
-    side.place()
-    optimizer = side.optimizer()
-    side.step(0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    side.step(1)
+@at("update")
+def gradients_set_to_zero(side: Side, number: int) -> None:
+    for optimizer in side.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
 
 
-@feature()
-def frozen(side: Side) -> None:
-    """Norms and the embedding are frozen before the plan."""
-    for name, parameter in side.model.named_parameters():
-        parameter.requires_grad_(not any(part in name for part in ("norm", "ln_", "embed", "wte", "shared")))
-    side.place()
-    side.train()
+def freezes(*parts: str) -> Callable[[nn.Module], nn.Module]:
+    """What freezes parameters with one of the parts in their names."""
+
+    def prepare(model: nn.Module) -> nn.Module:
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in parts):
+                parameter.requires_grad_(False)
+        return model
+
+    return prepare
 
 
-@feature()
-def frozen_first_layer(side: Side) -> None:
-    for parameter in side.like(".0.").values():
-        parameter.requires_grad_(False)
-    side.place()
-    side.train()
-
-
-@feature()
-def frozen_base(side: Side) -> None:
-    """The norms and the second layer train, on frozen ones."""
-    for name, parameter in side.model.named_parameters():
+def _base_frozen(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in ("norm", "ln_", ".1.")))
-    side.place()
-    side.train()
+    return model
 
 
-@feature()
-def unfrozen_later(side: Side) -> None:
-    for parameter in side.like(".0.").values():
-        parameter.requires_grad_(False)
-    side.place()
+change("frozen", prepare=freezes("norm", "ln_", "embed", "wte", "shared"))
+change("frozen_first_layer", prepare=freezes(".0."))
+change("frozen_base", prepare=_base_frozen)  # the norms and the second layer train, on frozen ones
+
+
+def _of_all_parameters(side: Side) -> None:
     side.optimizer(torch.optim.SGD, list(side.model.parameters()), momentum=0.9)
-    side.step(0)
-    side.update()
+
+
+@at("between", prepare=freezes(".0."), optimizer=_of_all_parameters)
+def unfrozen_later(side: Side, number: int) -> None:
     for parameter in side.like(".0.").values():
-        parameter.requires_grad_(True)
-    side.step(1)
-    side.update()
-    side.step(2)
+        parameter.requires_grad_(parameter.is_floating_point())
 
 
 @feature()
@@ -250,17 +216,10 @@ def added_group(side: Side) -> None:
     side.step(2)
 
 
-@feature()
-def frozen_later(side: Side) -> None:
-    side.place()
-    side.optimizer(torch.optim.SGD, momentum=0.9)
-    side.step(0)
-    side.update()
+@at("between")
+def frozen_later(side: Side, number: int) -> None:
     for parameter in side.like(".1.").values():
         parameter.requires_grad_(False)
-    side.step(1)
-    side.update()
-    side.step(2)
 
 
 @feature()
@@ -279,33 +238,34 @@ def frozen_with_a_gradient(side: Side) -> None:
     side.step(1)
 
 
-@feature()
-def penalty(side: Side) -> None:
-    """L2 to the weights of the start, L1 on what is no matrix, nothing on biases."""
-    side.place()
+@at("gradients")
+def penalty(side: Side, number: int) -> None:
+    """L2 to the weights of before the step, L1 on what is no matrix, nothing on biases and what is frozen; hooks of a
+    parameter see the gradient of the loss alone."""
     start = {name: 0.9 * p.detach() for name, p in side.named().items()}
 
     def decay(name: str, weight: Any) -> Any:
-        if name.endswith("bias"):
+        if name.endswith("bias") or name not in trained:
             return None
         return (weight - start[name]).square().sum() if weight.ndim > 1 else 0.05 * weight.abs().sum()
 
-    side.step(0)
+    trained = {name: p for name, p in side.named().items() if p.requires_grad}
     if side.alone:
-        values = [decay(name, p) for name, p in side.named().items() if not name.endswith("bias")]
-        total = torch.stack(values).sum()
+        leaves = {name: p.detach().requires_grad_() for name, p in trained.items() if not name.endswith("bias")}
+        total = torch.stack([decay(name, leaf) for name, leaf in leaves.items()]).sum()
         total.backward()
+        for name, leaf in leaves.items():
+            trained[name].grad = leaf.grad if trained[name].grad is None else trained[name].grad + leaf.grad
     else:
-        total = side.parallel.add_penalty(decay)
+        total = add_penalty(side.model, decay)  # of adapters too that came after the plan
     side.record("penalty", total)
 
 
-@feature(refused=HOOKS_UNDER_ZERO3)
+@at("placed", refused=HOOKS_UNDER_ZERO3)
 def gradient_hooks(side: Side) -> None:
-    side.place()
     for parameter in side.model.parameters():
-        parameter.register_hook(lambda gradient: gradient * 0.5)
-    side.train()
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: gradient * 0.5)
 
 
 @feature()
@@ -319,48 +279,34 @@ def hooks_after_accumulation(side: Side) -> None:
     side.update()
 
 
-@feature()
-def edited_weights(side: Side) -> None:
-    side.place()
-    side.optimizer(torch.optim.SGD, momentum=0.9)
-    side.step(0)
-    side.update()
+def _weights(side: Side) -> list[nn.Parameter]:
+    """Without the codes of a quantized weight, which are no numbers."""
+    return [parameter for parameter in side.model.parameters() if parameter.is_floating_point()]
+
+
+@at("between")
+def edited_weights(side: Side, number: int) -> None:
     with torch.no_grad():
-        for parameter in side.model.parameters():
+        for parameter in _weights(side):
             parameter.mul_(0.9)
-    side.step(1)
-    side.update()
 
 
-@feature()
-def weights_edited_by_data(side: Side) -> None:
-    side.place()
-    side.optimizer(torch.optim.SGD, momentum=0.9)
-    side.step(0)
-    side.update()
-    for parameter in side.model.parameters():
+@at("between")
+def weights_edited_by_data(side: Side, number: int) -> None:
+    for parameter in _weights(side):
         parameter.data.mul_(0.9)
-    side.step(1)
-    side.update()
 
 
-@feature(needs={"causal"})
-def weights_assigned(side: Side) -> None:
+@at("between", needs={"causal"})
+def weights_assigned(side: Side, number: int) -> None:
     """`parameter.data = values`, as for plain parameters."""
-    side.place()
-    side.step(0)
-    side.update()
-    for parameter in side.model.parameters():
+    for parameter in _weights(side):
         parameter.data = parameter.data * 0.9
-    side.step(1)
-    side.update()
 
 
-@feature(on=lambda axis: axis.ranks("pp") == 1)
-def norm_of_each_gradient(side: Side) -> None:
+@at("gradients", on=lambda axis: axis.ranks("pp") == 1)
+def norm_of_each_gradient(side: Side, number: int) -> None:
     """As loggers do; a stage has the gradients of its own parameters."""
-    side.place()
-    side.step(0)
     for name, parameter in side.model.named_parameters():
         if parameter.grad is not None:
             norm = parameter.grad.norm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from parallelize import Checkpointer, accumulate_gradients, generate
+from tests.matrix.feature import at, change
 from tests.matrix.features.forwards import layers_of
-from tests.matrix.habits import descend, habit, tokens, whole_model, whole_sequences
+from tests.matrix.features.schedules import clipped
+from tests.matrix.habits import descend, habit, of_habit, tokens, whole_model, whole_sequences
 from tests.matrix.kinds import ROWS, VOCAB
 from tests.matrix.sides import Side
 
@@ -21,17 +24,15 @@ DECODERS = {"needs": {"causal", "stock"}}
 LOGITS_OF_CLASSES = {"loss_parallel": False}  # there is no vocabulary to shard
 
 
-@habit()
+@at("optimizer", **of_habit())
 def decay_by_name(side: Side) -> None:
     """No weight decay of biases and norms, which are known by their names."""
-    side.place()
     spared = ("bias", "norm", "ln_")
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in side.model.named_parameters():
         groups[any(part in name for part in spared)].append(parameter)
     decayed = [{"params": groups[False], "weight_decay": 0.2}, {"params": groups[True], "weight_decay": 0.0}]
     side.optimizer(optim.AdamW, [group for group in decayed if group["params"]], **STABLE)
-    side.train()
 
 
 @habit()
@@ -49,15 +50,11 @@ def rates_by_layer(side: Side) -> None:
         schedule.step()
 
 
-@habit()
-def rate_set_by_hand(side: Side) -> None:
-    side.place()
-    optimizer = side.optimizer(optim.SGD, momentum=0.9)
-    for number in range(3):
+@at("gradients", **of_habit())
+def rate_set_by_hand(side: Side, number: int) -> None:
+    for optimizer in side.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * (number + 1)
-        side.step(number)
-        side.update()
 
 
 @habit()
@@ -153,31 +150,20 @@ def _uneven(side: Side, number: int) -> None:
     cache = {"use_cache": False} if "stock" in side.kind.traits else {}
     for rows in (slice(0, 1), slice(1, None)):
         if len(targets[rows]):
-            output = side.model(**{name: value[rows] for name, value in inputs.items()}, **cache)
+            # what is one row for all stays so
+            taken = {name: value[rows] if len(value) == len(targets) else value for name, value in inputs.items()}
+            output = side.model(**taken, **cache)
             (side.summed_loss(output, targets[rows]) / side.count(number)).backward()
 
 
-@habit(on=whole_model)
-def uneven_microbatches(side: Side) -> None:
-    side.place()
-    for number in range(2):
-        _uneven(side, number)
-        side.clip(0.5)
-        side.update()
+change("uneven_microbatches", step=_uneven, **of_habit(whole_model))
 
 
-@habit(on=whole_model)
-def uneven_microbatches_in_a_block(side: Side) -> None:
+@at("step", **of_habit(whole_model))
+def uneven_microbatches_in_a_block(side: Side, number: int) -> None:
     """As with `no_sync`: what is summed over ranks is summed once."""
-    side.place()
-    for number in range(2):
-        if side.alone:
-            _uneven(side, number)
-        else:
-            with accumulate_gradients(side.model):
-                _uneven(side, number)
-        side.clip(0.5)
-        side.update()
+    with nullcontext() if side.alone else accumulate_gradients(side.model):
+        _uneven(side, number)
 
 
 @habit(on=whole_model)
@@ -195,54 +181,40 @@ def evaluation_in_an_accumulation(side: Side) -> None:
     side.step(1)
 
 
-@habit()
-def saved_in_an_accumulation(side: Side) -> None:
+@at("around", **of_habit())
+def saved_in_an_accumulation(side: Side, number: int, step: Any) -> None:
     """A checkpoint between two backwards changes neither."""
-    side.place()
-    optimizer = side.optimizer(optim.AdamW, **STABLE)
-    side.step(0)
-    side.update()
-    side.step(1)
+    step(number)
     if not side.alone:
-        with Checkpointer(f"{side.folder}/run", side.parallel, optimizer=optimizer) as checkpoints:
+        with Checkpointer(f"{side.folder}/run-{number}", side.parallel, optimizer=side.optimizers[0]) as checkpoints:
             checkpoints.save(1)
-    side.step(2)
-    side.update()
-    side.step(3)
+    step(number + 1)
 
 
-@habit()
-def weights_put_back(side: Side) -> None:
-    """The best weights so far are kept by `state_dict`, and loaded at the end."""
-    side.place()
-    side.optimizer(optim.SGD, momentum=0.9)
-    side.step(0)
-    side.update()
+@at("restored", **of_habit())
+def weights_put_back(side: Side, folder: str) -> None:
+    """The best weights so far are kept by `state_dict`, and loaded after a further step."""
     best = {name: value.clone() for name, value in side.model.state_dict().items()}
-    side.step(1)
+    side.loop.step(side, 1)
     side.update()
     side.model.load_state_dict(best)
-    side.step(2)
 
 
-@habit(**DECODERS, on=lambda axis: whole_sequences(axis) and axis.data_ranks == 1)
-def generation_between_steps(side: Side) -> None:
-    """Greedy tokens before and after an update."""
-    side.place()
-    prompts = side.inputs()["input_ids"][:, :5]
-    for number in range(2):
-        side.model.eval()
-        with torch.no_grad():
-            if side.alone:
-                tokens_of = side.model.generate(
-                    prompts, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0
-                )
-            else:
-                tokens_of = generate(side.model, input_ids=prompts, max_new_tokens=3, temperature=0, eos_token_id=[])
-        side.record("generated", tokens_of.double())
-        side.model.train()
-        side.step(number)
-        side.update()
+@at("around", **of_habit(lambda axis: whole_sequences(axis) and axis.data_ranks == 1, apart={"ids"}, **DECODERS))
+def generation_between_steps(side: Side, number: int, step: Any) -> None:
+    """Greedy tokens before each step; of all tokens of the prompts, also of those that pad others."""
+    prompts = {"input_ids": side.kind.batch(0)[0]["input_ids"][:, :5]}
+    prompts["attention_mask"] = torch.ones_like(prompts["input_ids"])
+    side.model.eval()
+    with torch.no_grad():
+        if side.alone:
+            greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            tokens_of = side.model.generate(**prompts, max_new_tokens=3, **greedy)
+        else:
+            tokens_of = generate(side.model, **prompts, max_new_tokens=3, temperature=0, eos_token_id=[])
+    side.record("generated", tokens_of.double())
+    side.model.train()
+    step(number)
 
 
 @habit(processes=True)
@@ -265,15 +237,19 @@ def anomalies_detected(side: Side) -> None:
             descend(side, read.mean(read.losses))
 
 
-@habit(on=whole_model)
+NO_MODULE = {"unplaceable-draw": "a replay by PyTorch's checkpoint has no module by which draws are placed"}
+
+
+@at(
+    "placed",
+    apart={"replay"},
+    refused_with=dict.fromkeys(("noise", "layer_drop", "*dropout"), NO_MODULE),
+    **of_habit(whole_model),
+)
 def layers_checkpointed_by_hand(side: Side) -> None:
     """Each layer's forward is wrapped in PyTorch's checkpoint."""
-    side.place()
     for layer in layers_of(side):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    for number in range(2):
-        read = tokens(side, number)
-        descend(side, read.mean(read.losses))
 
 
 def _with_fewer_layers(model: nn.Module) -> nn.Module:
@@ -288,10 +264,7 @@ def _with_fewer_layers(model: nn.Module) -> nn.Module:
     return model
 
 
-@habit(**DECODERS, prepare=_with_fewer_layers)
-def layers_in_another_order(side: Side) -> None:
-    side.place()
-    side.train()
+change("layers_in_another_order", prepare=_with_fewer_layers, **of_habit(**DECODERS))
 
 
 def _tied(model: nn.Module) -> nn.Module:
@@ -299,13 +272,8 @@ def _tied(model: nn.Module) -> nn.Module:
     return model
 
 
-@habit(**DECODERS, prepare=_tied)
-def tied_by_hand(side: Side) -> None:
-    """By assignment of the parameter, with the config left as it was."""
-    side.place()
-    side.train()
-    side.clip(0.3)
-    side.update()
+# by assignment of the parameter, with the config left as it was
+change("tied_by_hand", prepare=_tied, gradients=clipped, apart={"head"}, **of_habit(**DECODERS))
 
 
 def _resized(model: nn.Module) -> nn.Module:
@@ -316,11 +284,8 @@ def _resized(model: nn.Module) -> nn.Module:
     return model.double()
 
 
-@habit(**DECODERS, prepare=_resized)
-def resized_before(side: Side) -> None:
-    """New tokens, whose rows no rank count divides."""
-    side.place()
-    side.train()
+# new tokens, whose rows no rank count divides
+change("resized_before", prepare=_resized, apart={"head"}, **of_habit(**DECODERS))
 
 
 def _with_new_head(model: nn.Module) -> nn.Module:
@@ -334,32 +299,22 @@ def _with_new_head(model: nn.Module) -> nn.Module:
     return model
 
 
-@habit(**DECODERS, prepare=_with_new_head)
-def head_replaced_before(side: Side) -> None:
-    """Another head, wider than the vocabulary of the ids."""
-    side.place()
-    side.train()
+# another head, wider than the vocabulary of the ids
+change("head_replaced_before", prepare=_with_new_head, apart={"head", "ids"}, **of_habit(**DECODERS))
 
 
-@habit()
-def growing_lengths(side: Side) -> None:
+@at("batch", turn=1, **of_habit(apart={"lengths"}))
+def growing_lengths(inputs: dict[str, Any], targets: Any, number: int) -> Any:
     """A curriculum: short sequences first."""
-    side.place()
-    for number, length in enumerate((4, 8, 12)):
-        inputs, targets = side.kind.batch(number)
-        ids = inputs["input_ids"]
-        side.step(number, input_ids=side.local(ids[:, -length:]), targets=side.local(targets[:, -length:]))
-        side.update()
+    length = (4, 8, 12)[min(number, 2)]
+    return {name: value[:, -length:] for name, value in inputs.items()}, targets[:, -length:]
 
 
-@habit(on=lambda axis: axis.data_ranks == 1)
-def batches_of_any_size(side: Side) -> None:
+@at("batch", turn=1, **of_habit(lambda axis: axis.data_ranks == 1))
+def batches_of_any_size(inputs: dict[str, Any], targets: Any, number: int) -> Any:
     """More rows in one step than in the next, as buckets of lengths give."""
-    side.place(**({} if side.alone or "pp" not in side.axis.sizes else {"num_microbatches": 2}))
-    for number, rows in enumerate((ROWS, 2, 4)):
-        inputs, targets = side.kind.batch(number)
-        side.step(number, input_ids=inputs["input_ids"][:rows], targets=targets[:rows])
-        side.update()
+    rows = (ROWS, 4, 4)[min(number, 2)]
+    return {name: value[:rows] for name, value in inputs.items()}, targets[:rows]
 
 
 def _classifier(model: nn.Module) -> nn.Module:

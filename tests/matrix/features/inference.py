@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import parallelize
 from parallelize import sample, token_entropy, token_log_probs, token_log_probs_and_entropy
 from tests.matrix.axes import Axis
-from tests.matrix.feature import feature
+from tests.matrix.feature import at, feature
 from tests.matrix.features.steps import packed_positions
 from tests.matrix.kinds import IGNORED, ROWS, logits_of
 from tests.matrix.sides import Side
@@ -33,34 +33,25 @@ def evaluate(side: Side) -> None:
     side.evaluate(2)
 
 
-@feature()
-def evaluation_mode(side: Side) -> None:
+@at("between")
+def evaluation_mode(side: Side, number: int) -> None:
     """`eval()` and `train()` around an evaluation between two steps."""
-    side.place()
-    side.step(0)
-    side.update()
     side.model.eval()
-    side.evaluate(1)
+    side.evaluate(number + 1)
     side.model.train()
-    side.step(2)
 
 
-@feature(on=_whole_model)
-def forward_by_hand(side: Side) -> None:
-    side.place()
-    side.evaluate_by_hand(0)
-    side.step(0)
-    side.update()
+@at("between", on=_whole_model, apart={"positions"})
+def forward_by_hand(side: Side, number: int) -> None:
+    side.evaluate_by_hand(number)
     side.model.eval()
-    side.evaluate_by_hand(1)
+    side.evaluate_by_hand(number + 1)
     side.model.train()
-    side.step(2)
 
 
-@feature()
-def outputs(side: Side) -> None:
+@at("between", apart={"positions"})
+def outputs(side: Side, number: int) -> None:
     """What `ParallelModel.forward` returns by microbatch, on the ranks of the last stage."""
-    side.place()
     _outputs(side)
 
 
@@ -105,16 +96,12 @@ def log_probs(side: Side) -> None:
     side.record("values", side.whole(values.detach(), sequence=True))
 
 
-@feature(on=_whole_model, needs=TEXT)
-def log_probs_without_gradient(side: Side) -> None:
-    side.place()
-    side.step(0)
-    side.update()
+@at("gradients", on=_whole_model, needs=TEXT, apart={"positions"})
+def log_probs_without_gradient(side: Side, number: int) -> None:
     with torch.no_grad():
         logits, ids = _chosen(side)
         values = _plain(logits, ids, 0.7)[0] if side.alone else token_log_probs(logits, ids, temperature=0.7)
     side.record("values", side.whole(values, sequence=True))
-    side.step(1)
 
 
 @feature(on=_whole_model, needs=TEXT, names=("token_entropy", "token_log_probs_and_entropy"))
@@ -161,23 +148,32 @@ def _prompts(side: Side, padded: bool) -> dict[str, Any]:
     return side.local({"input_ids": ids, "attention_mask": mask})
 
 
+GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def _is_inside(side: Side) -> bool:
+    """Whether the model that PEFT's `generate` calls is inside of the one that divides sequences and gathers
+    parameters, which refuses it: `outside-context`, `outside-unit`."""
+    if side.alone or side.model is not side.parallel.module or not hasattr(side.model, "peft_config"):
+        return False
+    return "cp" in side.axis.sizes or side.axis.options.get("zero") == 3
+
+
 def _generated(side: Side, padded: bool) -> None:
-    """Greedy, by the loop of `transformers` on one process and by both loops on a mesh; training goes on afterwards."""
-    side.place()
-    side.step(0)
-    side.update()
+    """Greedy, by the loop of `transformers` on one process and by both loops on a mesh."""
     side.model.eval()
     prompts = _prompts(side, padded)
+    ours = None
     if not side.alone:
         ours = parallelize.generate(side.model, **prompts, max_new_tokens=3, temperature=0, eos_token_id=[])
-    theirs = side.model.generate(**prompts, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    theirs = ours if _is_inside(side) else side.model.generate(**prompts, **GREEDY)
     ours = theirs if side.alone else ours
     side.record("theirs", side.whole(theirs))
     side.record("ours", side.whole(ours))
     side.model.train()
-    side.step(1)
 
 
+# rows that generate are apart: their ids are inputs, of which a wider head would give others
 NO_CACHE = {
     "cut-model": "no stage has the whole model",
     "cache-over-cp": "caches of gathered modules are not divided",
@@ -185,8 +181,8 @@ NO_CACHE = {
 }
 
 
-@feature(needs=GENERATES, names=("generate",), refused=NO_CACHE)
-def generated(side: Side) -> None:
+@at("between", needs=GENERATES, names=("generate",), refused=NO_CACHE, apart={"ids"})
+def generated(side: Side, number: int) -> None:
     _generated(side, padded=False)
 
 
@@ -204,9 +200,9 @@ def cached_logits(side: Side) -> None:
         side.record(f"logits {number}", side.whole(logits[:, -1]))
 
 
-@feature(needs=GENERATES, refused=NO_CACHE)
-def generated_padded(side: Side) -> None:
-    """Prompts of different lengths, padded on the left."""
+@at("gradients", needs=GENERATES, refused=NO_CACHE, apart={"ids"})
+def generated_padded(side: Side, number: int) -> None:
+    """Prompts of different lengths, padded on the left, between a backward and the update."""
     _generated(side, padded=True)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallelize import Checkpointer, quantize
-from tests.matrix.features.adapters import PROMPTS, QUANTIZED, adapters, lora
+from tests.matrix.features.adapters import PROMPTS, QUANTIZED, adapter, adapters, added, lora
 from tests.matrix.sides import Side, seeded
 
 PLAIN: dict[str, Any] = {"needs": PROMPTS, "without": {"recurrent", "experts"}}
@@ -17,65 +17,52 @@ ATTENTION = ["q_proj", "c_attn"]
 ENDS = ["embed_tokens", "lm_head", "wte"]
 COPIES = {"added-parameter": "over data axes and stages, copies of `modules_to_save` come before the plan"}
 TIED = {"added-parameter": "a tied head of stages is one weight with their embedding"}
+OF_A_HEAD = {"unplanned-adapter": "a fused loss takes the weight of the head alone"}
 NOT_OVER_TP = {"unplanned-adapter": "rows of a sharded embedding, and weights that DoRA reads, belong to a plan"}
 IN_FULL = {"unplanned-adapter": "ZeRO 3 has later adapters in full, and the weights in rows"}
 
 
-@adapters(one_rank=True, prepare=lora(lora_dropout=0.2), without={"recurrent"})
-def lora_dropout(side: Side) -> None:
-    side.place()
-    side.train()
-
-
-@adapters(one_rank=True, prepare=lora(lora_dropout=0.2), **PLAIN)
-def recomputed_lora_dropout(side: Side) -> None:
-    side.place(recompute="full")
-    side.train()
+adapter("lora_dropout", one_rank=True, prepare=lora(lora_dropout=0.2), without={"recurrent"})
+adapter(
+    "recomputed_lora_dropout",
+    one_rank=True,
+    prepare=lora(lora_dropout=0.2),
+    options={"recompute": "full"},
+    meets=False,
+    **PLAIN,
+)
 
 
 def _of_the_last_layer(model: nn.Module) -> nn.Module:
+    """A first stage has no adapter then, and sends activations without a gradient."""
     return lora(target_modules=[*ATTENTION, *ENDS], layers_to_transform=[1], use_rslora=True)(model)
 
 
-@adapters(prepare=_of_the_last_layer, **PLAIN)
-def lora_of_the_last_layer(side: Side) -> None:
-    """A first stage has none of them, and sends activations without a gradient."""
-    side.place()
-    side.train()
-
-
+TIED_TOKENS = {"reused-module": "embedding and head on different stages have one table of trained tokens"}
 TOKENS = lora(target_modules=ATTENTION, trainable_token_indices=[1, 5, 40])
-
-
-@adapters(prepare=TOKENS, **PLAIN, refused=NOT_OVER_TP)
-def trained_tokens(side: Side) -> None:
-    side.place()
-    side.train()
-
-
-def _trains_with_added(**options: Any) -> Callable[[Side], None]:
-    def run(side: Side) -> None:
-        side.place()
-        with seeded(1):
-            side.model = lora(**options)(side.model)
-        side.train()
-
-    return run
-
-
-adapters(name="dora_after", **PLAIN, refused=NOT_OVER_TP)(_trains_with_added(use_dora=True))
-adapters(name="lora_of_ends_after", **PLAIN, refused=TIED)(_trains_with_added(target_modules=[*ATTENTION, *ENDS]))
-adapters(name="lora_of_the_last_layer_after", **PLAIN)(
-    _trains_with_added(target_modules=ATTENTION, layers_to_transform=[1])
+adapter("lora_of_the_last_layer", prepare=_of_the_last_layer, **PLAIN)
+adapter("trained_tokens", prepare=TOKENS, **PLAIN, refused={**NOT_OVER_TP, **TIED_TOKENS})
+adapter("dora_after", placed=added(lora(use_dora=True)), **PLAIN, refused=NOT_OVER_TP)
+adapter(
+    "lora_of_ends_after",
+    placed=added(lora(target_modules=[*ATTENTION, *ENDS])),
+    refused=TIED,
+    refused_with={"fused_loss": OF_A_HEAD},
+    **PLAIN,
 )
-adapters(name="modules_to_save_after", **PLAIN, refused=COPIES)(
-    _trains_with_added(target_modules=ATTENTION, modules_to_save=["lm_head"])
+adapter("lora_of_the_last_layer_after", placed=added(lora(target_modules=ATTENTION, layers_to_transform=[1])), **PLAIN)
+adapter(
+    "modules_to_save_after",
+    placed=added(lora(target_modules=ATTENTION, modules_to_save=["lm_head"])),
+    **PLAIN,
+    refused=COPIES,
 )
-adapters(
-    name="nf4_with_lora_after",
+adapter(
+    "nf4_with_lora_after",
     prepare=lambda model: quantize(model, "nf4(block=16)"),
+    placed=added(lora()),
     **QUANTIZED,
-)(_trains_with_added())
+)
 
 
 @adapters()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from parallelize import (
     valid_tokens,
 )
 from parallelize.tools.verification.precision import InFloat64
-from tests.matrix.feature import feature
+from tests.matrix.feature import at, change, feature
 from tests.matrix.features.forwards import DeliberateError, layers_of, raise_deliberately
 from tests.matrix.kinds import IGNORED, logits_of, summed_loss
 from tests.matrix.sides import Side
@@ -39,12 +40,7 @@ def by_hand(side: Side, number: int = 0, **options: float) -> None:
     side.record("loss", side.summed(loss))
 
 
-@feature(refused=NOT_BY_HAND)
-def loop_by_hand(side: Side) -> None:
-    side.place()
-    by_hand(side, 0)
-    side.update()
-    by_hand(side, 1)
+change("loop_by_hand", step=by_hand, refused=NOT_BY_HAND)
 
 
 @feature(refused=NOT_BY_HAND, needs={"causal"})
@@ -72,21 +68,19 @@ def derivative_between(side: Side) -> None:
     torch.autograd.grad(total, [p for p in side.model.parameters() if p.requires_grad], allow_unused=True)
 
 
-@feature(refused=NOT_BY_HAND, needs={"text"})
-def label_smoothing(side: Side) -> None:
-    side.place()
-    by_hand(side, label_smoothing=0.1)
+@at("step", refused=NOT_BY_HAND, needs={"text"})
+def label_smoothing(side: Side, number: int) -> None:
+    by_hand(side, number, label_smoothing=0.1)
 
 
-@feature(refused=NOT_BY_HAND, needs={"text"})
-def z_loss(side: Side) -> None:
-    side.place()
-    logits, targets = logits_of(side.forward()), side.split(side.targets())
+@at("step", refused=NOT_BY_HAND, needs={"text"})
+def z_loss(side: Side, number: int) -> None:
+    logits, targets = logits_of(side.forward(number)), side.split(side.targets(number))
     if side.alone:
         square = logits.logsumexp(-1).square() * (targets != IGNORED)
-        loss = (summed_loss(logits, targets) + 0.01 * square.sum()) / side.count()
+        loss = (summed_loss(logits, targets) + 0.01 * square.sum()) / side.count(number)
     else:
-        loss = cross_entropy(logits, targets, num_tokens=side.count(), z_loss=0.01)
+        loss = cross_entropy(logits, targets, num_tokens=side.count(number), z_loss=0.01)
     loss.backward()
     side.record("loss", side.summed(loss))
 
@@ -118,19 +112,16 @@ def accumulated_by_hand(side: Side) -> None:
             by_hand(side, 1)
 
 
-@feature()
-def steps_in_one_block(side: Side) -> None:
-    """`parallel.step` twice, whose sums over ranks may be made at once."""
-    side.place()
+@at("around")
+def steps_in_one_block(side: Side, number: int, step: Any) -> None:
+    """Two backwards, whose sums over ranks may be made at once."""
     with nullcontext() if side.alone else accumulate_gradients(side.model):
-        side.step(0)
-        side.step(1)
-    side.update()
+        step(number)
+        step(number + 1)
 
 
-def _policy_gradient(side: Side, temperature: float, **options: Any) -> None:
-    side.place(**options)
-    logits, ids = logits_of(side.forward()), side.split(side.targets())
+def _policy_gradient(side: Side, number: int, temperature: float = 1.0) -> None:
+    logits, ids = logits_of(side.forward(number)), side.split(side.targets(number))
     valid = ids != IGNORED
     if side.alone:
         log_probs = (logits / temperature).log_softmax(-1)
@@ -139,20 +130,20 @@ def _policy_gradient(side: Side, temperature: float, **options: Any) -> None:
     else:
         chosen, entropy = token_log_probs_and_entropy(logits, ids, temperature=temperature)
     advantages = torch.where(valid, (ids % 5).double() - 2, 0)
-    loss = -((advantages * chosen + 0.1 * entropy * valid).sum()) / side.count()
+    loss = -((advantages * chosen + 0.1 * entropy * valid).sum()) / side.count(number)
     loss.backward()
     side.record("loss", side.summed(loss))
 
 
-@feature(refused=NOT_BY_HAND, needs={"text"})
-def policy_gradient(side: Side) -> None:
-    """Log-probabilities times advantages, and entropy."""
-    _policy_gradient(side, temperature=1.0)
-
-
-@feature(refused=NOT_BY_HAND, needs={"text"})
-def policy_gradient_of_deferred_logits(side: Side) -> None:
-    _policy_gradient(side, temperature=0.7, fuse_loss=True)
+change("policy_gradient", step=_policy_gradient, refused=NOT_BY_HAND, needs={"text"})
+change(
+    "policy_gradient_of_deferred_logits",
+    options={"fuse_loss": True},
+    step=partial(_policy_gradient, temperature=0.7),
+    meets=False,
+    refused=NOT_BY_HAND,
+    needs={"text"},
+)
 
 
 @feature(refused=NOT_BY_HAND, needs={"text"}, others=(None,))
@@ -210,11 +201,7 @@ def _full(logits: torch.Tensor) -> torch.Tensor:
     return logits.full_tensor() if hasattr(logits, "full_tensor") else logits
 
 
-@feature(needs={"text"})
-def fused_loss(side: Side) -> None:
-    """The head's logits are never stored."""
-    side.place(fuse_loss=True)
-    side.train()
+change("fused_loss", options={"fuse_loss": True}, apart={"loss"}, needs={"text"})  # logits are never stored
 
 
 @feature(needs={"text"})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn, optim
 
-from parallelize import Muon, local_optimizer
-from tests.matrix.feature import feature
+from parallelize import Muon, build_optimizer, local_optimizer
+from tests.matrix.feature import at, change, feature
 from tests.matrix.sides import Side
 
 STABLE = {"eps": 1e-2}
@@ -29,16 +30,17 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "asgd": (optim.ASGD, {}),
 }
 
+MEET = ("sgd_momentum", "adamw", "adamw_fused", "rmsprop")
+"""Those that meet other rows: the others step element by element as these do."""
+
 FULL_MATRICES = {"not-elementwise": "needs full matrices or one vector of all parameters"}
 
 
-def _trains_with(cls: Any, options: dict[str, Any]) -> Any:
-    def run(side: Side) -> None:
-        side.place()
+def with_class(cls: Any, options: dict[str, Any]) -> Callable[[Side], None]:
+    def build(side: Side) -> None:
         side.optimizer(cls, **options)
-        side.train(3)
 
-    return run
+    return build
 
 
 def _without_biases(model: nn.Module) -> nn.Module:
@@ -49,10 +51,11 @@ def _without_biases(model: nn.Module) -> nn.Module:
 
 
 for _name, (_cls, _options) in CLASSES.items():
-    feature(name=_name)(_trains_with(_cls, _options))
+    change(_name, optimizer=with_class(_cls, _options), meets=_name in MEET)
 
-feature(name="adafactor", refused=FULL_MATRICES)(_trains_with(optim.Adafactor, {"eps": (1e-2, 1e-3)}))
-feature(name="rprop", prepare=_without_biases)(_trains_with(optim.Rprop, {}))
+ADAFACTOR = (optim.Adafactor, {"eps": (1e-2, 1e-3)})
+change("adafactor", optimizer=with_class(*ADAFACTOR), refused=FULL_MATRICES)
+change("rprop", optimizer=with_class(optim.Rprop, {}), prepare=_without_biases)
 
 
 @feature(refused=FULL_MATRICES)
@@ -73,23 +76,19 @@ def muon(side: Side) -> None:
     side.update()
 
 
-@feature()
+@at("optimizer")
 def parameter_groups(side: Side) -> None:
-    side.place()
     matrices = [p for p in side.model.parameters() if p.ndim > 1]
     others = [p for p in side.model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.2}, {"params": others, "lr": 0.02, "weight_decay": 0.0}]
     side.optimizer(optim.AdamW, groups, **STABLE)
-    side.train()
 
 
-@feature()
+@at("optimizer")
 def two_optimizers(side: Side) -> None:
-    side.place()
     matrices = [p for p in side.model.parameters() if p.ndim > 1]
     side.optimizer(optim.SGD, matrices, momentum=0.9)
     side.optimizer(optim.AdamW, [p for p in side.model.parameters() if p.ndim < 2], **STABLE)
-    side.train()
 
 
 @feature(needs={"causal"})
@@ -123,37 +122,33 @@ def learning_rate_schedule(side: Side) -> None:
         scheduler.step()
 
 
-@feature()
+@at("optimizer")
+def optimizer_of_the_module(side: Side) -> None:
+    """By the call that takes a module: that which trains, with adapters around the one that was planned."""
+    sgd = {"lr": 0.05, "momentum": 0.9}
+    built = optim.SGD([p for p in side.model.parameters() if p.requires_grad], **sgd) if side.alone else None
+    side.optimizers.append(built or build_optimizer(side.model, optim.SGD, **sgd))
+
+
+@at("optimizer")
 def offloaded_state(side: Side) -> None:
-    side.place()
     side.optimizer(optim.AdamW, **STABLE, **({} if side.alone else {"offload_state": True}))
-    side.train(3)
 
 
-@feature(on=lambda axis: axis.ranks("dp", "dp_replicate", "pp") == 1)
+@at("optimizer", on=lambda axis: axis.ranks("dp", "dp_replicate", "pp") == 1)
 def local_steps(side: Side) -> None:
     """An optimizer of the user's own whose step runs on local tensors."""
-    side.place()
     optimizer = optim.AdamW(side.model.parameters(), lr=0.05, **STABLE)
     side.optimizers.append(optimizer if side.alone else local_optimizer(optimizer))
-    side.train(3)
 
 
-@feature()
-def cleared_state(side: Side) -> None:
-    side.place()
-    optimizer = side.optimizer(optim.SGD, momentum=0.9)
-    side.train()
-    side.update()
-    optimizer.state.clear()
-    side.train()
+@at("between")
+def cleared_state(side: Side, number: int) -> None:
+    for optimizer in side.optimizers:
+        optimizer.state.clear()
 
 
-@feature()
-def state_round_trip(side: Side) -> None:
-    side.place()
-    optimizer = side.optimizer(optim.AdamW, **STABLE)
-    side.train()
-    side.update()
-    optimizer.load_state_dict(optimizer.state_dict())
-    side.train()
+@at("restored")
+def state_round_trip(side: Side, folder: str) -> None:
+    for optimizer in side.optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from parallelize.plan.models.float8_linears import as_plain_linears
-from tests.matrix.feature import feature
+from tests.matrix.feature import at, feature
 from tests.matrix.sides import Side
 from tests.state.quantization.float8_linears import Float8Linear
 
@@ -39,12 +39,17 @@ def bfloat16_weights(side: Side) -> None:
     side.step(0)
 
 
-@feature(prepare=_single, rounds=torch.bfloat16, without=PLAIN | {"vision"})
+@at(
+    "placed",
+    prepare=_single,
+    turn=2,
+    options={"dtype": "bfloat16"},
+    rounds=torch.bfloat16,
+    without=PLAIN | {"vision"},
+)
 def bfloat16_compute(side: Side) -> None:
-    _place(side, dtype="bfloat16")
-    side.step(0)
-    side.clip(1.0)
-    side.update()
+    if side.alone:
+        side.model.double()
 
 
 @feature(prepare=_single, rounds=torch.bfloat16, without=PLAIN | {"vision"})

@@ -29,8 +29,8 @@ from parallelize import (
 )
 from parallelize.state.stored_slices import stored_parameters
 from tests.matrix.axes import AXES
-from tests.matrix.feature import feature
-from tests.matrix.features.optimizers import CLASSES, FULL_MATRICES
+from tests.matrix.feature import at, change, feature
+from tests.matrix.features.optimizers import ADAFACTOR, CLASSES, FULL_MATRICES, with_class
 from tests.matrix.sides import Alone, Side, seeded
 from tests.support.models import keep_float64
 
@@ -75,38 +75,48 @@ def go_on_elsewhere(side: Side, model: nn.Module, **optimizer: Any) -> None:
     _second_step(side)
 
 
-@feature(names=("Checkpointer",))
-def resume(side: Side) -> None:
-    fresh = copy.deepcopy(side.model)
-    first_step(side, momentum=0.9)
+def _checkpoints(side: Side, folder: str) -> Checkpointer:
+    optimizers = {f"optimizer {number}": optimizer for number, optimizer in enumerate(side.optimizers)}
+    return Checkpointer(f"{folder}/run", side.parallel, optimizer=optimizers)
+
+
+def begin_anew(side: Side) -> None:
+    """A model that was just built takes the place of the one that trains."""
+    side.model, side.optimizers = side.fresh, []
+    side.loop.begin(side)
+
+
+def _saved(side: Side, folder: str) -> None:
+    with _checkpoints(side, folder) as checkpoints:
+        checkpoints.save(1)
+
+
+def _gone_on_with(side: Side, folder: str) -> None:
+    begin_anew(side)
+    with _checkpoints(side, folder) as checkpoints:
+        assert checkpoints.resume() == 1
+
+
+@at("restored", names=("Checkpointer",))
+def resume(side: Side, folder: str) -> None:
     if not side.alone:
-        _save(side)
-        _resumed(side, fresh, momentum=0.9)
-    _second_step(side)
+        _saved(side, folder)
+        _gone_on_with(side, folder)
 
 
-@feature()
-def resume_adamw(side: Side) -> None:
-    fresh = copy.deepcopy(side.model)
-    first_step(side, **ADAMW)
+def _resume_on_another_mesh(side: Side, folder: str) -> None:
     if not side.alone:
-        _save(side)
-        _resumed(side, fresh, **ADAMW)
-    _second_step(side)
+        _saved(side, folder)
+        other = side.elsewhere()
+        _gone_on_with(other, folder)
+        side.axis, side.mesh, side.parallel = other.axis, other.mesh, other.parallel
+        side.model, side.optimizers = other.model, other.optimizers
 
 
-@feature()
-def resume_elsewhere(side: Side) -> None:
-    fresh = copy.deepcopy(side.model)
-    first_step(side, momentum=0.9)
-    go_on_elsewhere(side, fresh, momentum=0.9)
-
-
-@feature()
-def resume_adamw_elsewhere(side: Side) -> None:
-    fresh = copy.deepcopy(side.model)
-    first_step(side, **ADAMW)
-    go_on_elsewhere(side, fresh, **ADAMW)
+ON_ADAMW = {"optimizer": with_class(ADAMW["cls"], {"lr": ADAMW["lr"], "weight_decay": ADAMW["weight_decay"]})}
+change("resume_adamw", restored=resume, meets=False, **ON_ADAMW)
+change("resume_elsewhere", restored=_resume_on_another_mesh)
+change("resume_adamw_elsewhere", restored=_resume_on_another_mesh, meets=False, **ON_ADAMW)
 
 
 @feature()
@@ -121,39 +131,29 @@ def resume_from_elsewhere(side: Side) -> None:
     _second_step(side)
 
 
-def _resumes_with(cls: Any, options: dict[str, Any]) -> Any:
-    def run(side: Side) -> None:
-        fresh = copy.deepcopy(side.model)
-        first_step(side, cls=cls, **options)
-        if not side.alone:
-            _save(side)
-            _resumed(side, fresh, cls=cls, **options)
-        _second_step(side)
-
-    return run
-
-
 WITH_EVERY_CLASS = [AXES[name] for name in ("dp-zero0", "dp-zero1", "dp-zero3", "tp", "pp-1f1b")]
 
-for _name, (_cls, _options) in {**CLASSES, "adafactor": (torch.optim.Adafactor, {"eps": (1e-2, 1e-3)})}.items():
-    feature(
-        name=f"{_name}_resumed",
+for _name, _class in {**CLASSES, "adafactor": ADAFACTOR}.items():
+    change(
+        f"{_name}_resumed",
+        optimizer=with_class(*_class),
+        restored=resume,
+        meets=False,
         needs={"own"},
         on=WITH_EVERY_CLASS.__contains__,
         refused=FULL_MATRICES if _name == "adafactor" else {},
-    )(_resumes_with(_cls, _options))
+    )
 
 
-@feature(names=("load_checkpoint",))
-def load_weights_of_checkpoint(side: Side) -> None:
-    fresh = copy.deepcopy(side.model)
-    first_step(side)
-    if not side.alone:
-        _save(side)
-        side.model, side.optimizers = fresh, []
-        side.place()
-        load_checkpoint(f"{side.folder}/run", side.parallel)
-    _second_step(side)
+@at("restored", names=("load_checkpoint",))
+def load_weights_of_checkpoint(side: Side, folder: str) -> None:
+    """Without the states of the optimizer, which begin again."""
+    if side.alone:
+        side.optimizers[0].state.clear()
+    else:
+        _saved(side, folder)
+        begin_anew(side)
+        load_checkpoint(f"{folder}/run", side.parallel)
 
 
 def _without_values(side: Side, model: nn.Module) -> nn.Module:
@@ -211,15 +211,11 @@ def full_weights_unsharded(side: Side) -> None:
     side.record("unsharded", plain.evaluate(1))
 
 
-@feature()
-def load_state_dict(side: Side) -> None:
+@at("restored")
+def load_state_dict(side: Side, folder: str) -> None:
     """Full tensors, loaded into a model that has a plan: of a stage, into what it has."""
-    full = {
-        name: value * 1.25 if value.is_floating_point() else value for name, value in side.model.state_dict().items()
-    }
-    side.place()
+    full = {name: value * 1.25 if value.is_floating_point() else value for name, value in side.every_weight().items()}
     side.model.load_state_dict({name: full[name] for name in side.model.state_dict()})
-    side.train()
 
 
 @feature(needs={"causal"}, on=lambda axis: axis.sizes.keys() == {"tp"} and "ep" not in axis.options)
@@ -232,19 +228,18 @@ def assigned_state_dict(side: Side) -> None:
     side.evaluate(0)
 
 
-@feature()
-def optimizer_state_dict(side: Side) -> None:
-    """Each rank's states, by `torch.save` and `torch.load`."""
-    fresh = copy.deepcopy(side.model)
-    first_step(side, **ADAMW)
-    if not side.alone:
-        path = Path(side.folder) / f"optimizer-{torch.distributed.get_rank()}.pt"
-        torch.save(side.optimizers[0].state_dict(), path)
-        fresh.load_state_dict(side.every_weight())
-        side.model, side.optimizers = fresh, []
-        side.place()
-        side.optimizer(**ADAMW).load_state_dict(torch.load(path, weights_only=False))
-    _second_step(side)
+@at("restored")
+def optimizer_state_dict(side: Side, folder: str) -> None:
+    """Each rank's states, by `torch.save` and `torch.load`; weights by the full ones."""
+    if side.alone:
+        return
+    path = Path(folder) / f"optimizer-{torch.distributed.get_rank()}.pt"
+    torch.save([optimizer.state_dict() for optimizer in side.optimizers], path)
+    full = side.every_weight()
+    begin_anew(side)
+    side.model.load_state_dict({name: full[name] for name in side.model.state_dict()})
+    for optimizer, state in zip(side.optimizers, torch.load(path, weights_only=False), strict=True):
+        optimizer.load_state_dict(state)
 
 
 @feature(names=("full_parameter", "full_gradients"))
@@ -292,18 +287,16 @@ def initialize_from_pretrained(side: Side) -> None:
     side.train()
 
 
-@feature(names=("export_weights",))
-def export(side: Side) -> None:
-    names = [name for name, _ in side.model.named_parameters()]
-    first_step(side)
+@at("gradients", names=("export_weights",))
+def export(side: Side, number: int) -> None:
     exported: dict[str, torch.Tensor] = {}
     if side.alone:
         exported = dict(side.model.named_parameters())
     else:
         for bucket in export_weights(side.parallel, names="model", bucket=4096):
             exported |= bucket.tensors
-    for name in names:
-        side.record(f"weight {name} exported", exported[name])
+    for name, value in exported.items():
+        side.record(f"weight {name} exported", value)
     side.record("names", len(exported))
 
 
@@ -375,23 +368,20 @@ def shards_cover(side: Side) -> None:
         side.record(f"stored {name}", stored.min().clamp(max=1))
 
 
-@feature()
-def torch_checkpoint(side: Side) -> None:
+@at("restored")
+def torch_checkpoint(side: Side, folder: str) -> None:
     """PyTorch's distributed checkpoint."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    fresh = copy.deepcopy(side.model)
-    first_step(side, **ADAMW)
-    if not side.alone:
-        model, optimizer = get_state_dict(side.model, side.optimizers[0])
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=f"{side.folder}/dcp")
-        side.model, side.optimizers = fresh, []
-        side.place()
-        model, optimizer = get_state_dict(side.model, side.optimizer(**ADAMW))
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=f"{side.folder}/dcp")
-        set_state_dict(side.model, side.optimizers[0], model_state_dict=model, optim_state_dict=optimizer)
-    _second_step(side)
+    if side.alone:
+        return
+    model, optimizers = get_state_dict(side.model, side.optimizers)
+    dcp.save({"model": model, "optimizer": optimizers}, checkpoint_id=f"{folder}/dcp")
+    begin_anew(side)
+    model, optimizers = get_state_dict(side.model, side.optimizers)
+    dcp.load({"model": model, "optimizer": optimizers}, checkpoint_id=f"{folder}/dcp")
+    set_state_dict(side.model, side.optimizers, model_state_dict=model, optim_state_dict=optimizers)
 
 
 @feature()
@@ -429,15 +419,11 @@ def averaged_evaluated(side: Side) -> None:
     side.beside(averages.module).evaluate_by_hand(2)
 
 
-@feature(refused=COPIED)
-def deep_copy(side: Side) -> None:
+@at("around", refused=COPIED)
+def deep_copy(side: Side, number: int, step: Any) -> None:
     """A copy of the module stays as it is while the model trains."""
-    side.place()
-    side.step(0)
-    side.update()
     copied = copy.deepcopy(side.model)
-    side.step(1)
-    side.update()
+    step(number)
     for name, value in side.beside(copied).every_weight().items():
         side.record(f"weight {name} copied", value)
 
@@ -451,15 +437,10 @@ def deep_copy_evaluated(side: Side) -> None:
     side.beside(copied).evaluate_by_hand(2)
 
 
-@feature()
+@at("placed")
 def converted(side: Side) -> None:
     """Casts and moves of a model on a mesh, to what it is already."""
-    side.place()
     side.model.to(torch.float64).double().cpu()
-    for number in range(2):
-        side.step(number)
-        side.clip(0.5)
-        side.update()
 
 
 @feature(names=("random_state", "set_random_state"))

@@ -7,24 +7,21 @@ from torch import nn
 
 from parallelize import PackedRows
 from parallelize.tools.verification.precision import InFloat64
-from tests.matrix.feature import feature
+from tests.matrix.feature import at, change, feature
+from tests.matrix.features.schedules import twice
 from tests.matrix.kinds import IGNORED, LENGTH, ROWS, summed_loss
 from tests.matrix.sides import Side
 
+T = torch.Tensor
+Batch = tuple[dict[str, T], T]
 
-@feature()
-def targets(side: Side) -> None:
-    side.place()
-    side.train()
+change("targets")  # the loop as it is
 
 
-@feature()
-def labels(side: Side) -> None:
+@at("step")
+def labels(side: Side, number: int) -> None:
     """As the stock model takes them: causal models shift them."""
-    side.place()
-    side.step(0, labels=side.local(side.kind.labels(0)))
-    side.update()
-    side.step(1, labels=side.local(side.kind.labels(1)))
+    side.step(number, labels=side.local(side.kind.labels(number)))
 
 
 def packed_positions(rows: int = ROWS) -> torch.Tensor:
@@ -34,53 +31,52 @@ def packed_positions(rows: int = ROWS) -> torch.Tensor:
     return torch.where(positions >= starts[:, None], positions - starts[:, None], positions)
 
 
-@feature(needs={"causal", "stock"}, without={"recurrent"})
-def packed(side: Side) -> None:
-    side.place()
-    side.step(0, position_ids=side.local(packed_positions()))
-    side.update()
-    side.step(1, position_ids=packed_positions(1))  # one row for all
-    side.evaluate(2, position_ids=side.local(packed_positions()))
+ROWS_OF_DOCUMENTS = {"needs": {"causal", "stock"}, "without": {"recurrent"}, "apart": {"rows"}}
 
 
-@feature(needs={"causal", "stock"}, without={"recurrent"})
-def packed_rows(side: Side) -> None:
+@at("batch", **ROWS_OF_DOCUMENTS)
+def packed(inputs: dict[str, T], targets: T, number: int) -> Batch:
+    rows = 1 if number == 1 else ROWS  # one row for all in the second batch
+    return {**inputs, "position_ids": packed_positions(rows)}, targets
+
+
+@at("batch", **ROWS_OF_DOCUMENTS)
+def packed_rows(inputs: dict[str, T], targets: T, number: int) -> Batch:
     """Documents of a data set in rows, by the package's own batches."""
-    side.place()
-    tokens = 3 + torch.randint(60, (ROWS * LENGTH + 1,), generator=torch.Generator().manual_seed(9))
+    tokens = 3 + torch.randint(60, (ROWS * LENGTH + 1,), generator=torch.Generator().manual_seed(9 + number))
     rows = PackedRows(tokens, LENGTH, starts=[0, 7, 20, 31, 36, 50, 62, 75, 88])
     batch = torch.utils.data.default_collate([rows[index] for index in range(ROWS)])
-    targets = batch.pop("targets")
-    side.step(0, **side.local(batch), targets=side.local(targets))
+    return batch, batch.pop("targets")
 
 
-@feature(needs={"text", "stock"})
-def right_padding(side: Side) -> None:
-    side.place()
-    side.step(0, **_padded(side, right=True))
+@at("batch", needs={"text", "stock"}, apart={"rows"})
+def right_padding(inputs: dict[str, T], targets: T, number: int) -> Batch:
+    return _padded(inputs, targets, right=True)
 
 
-@feature(needs={"causal", "stock"}, without={"recurrent"})
-def left_padding(side: Side) -> None:
-    side.place()
-    side.step(0, **_padded(side, right=False))
+@at("batch", **ROWS_OF_DOCUMENTS)
+def left_padding(inputs: dict[str, T], targets: T, number: int) -> Batch:
+    return _padded(inputs, targets, right=False)
 
 
-def _padded(side: Side, right: bool) -> dict[str, torch.Tensor]:
-    inputs, targets = side.kind.batch(0)
+def _padded(inputs: dict[str, T], targets: T, right: bool) -> Batch:
     lengths = LENGTH - torch.arange(ROWS) % 4
     positions = torch.arange(LENGTH).expand(ROWS, -1)
     mask = positions < lengths[:, None] if right else positions >= LENGTH - lengths[:, None]
     ids = torch.where(mask, inputs["input_ids"], 0)
-    targets = torch.where(mask, targets, IGNORED)
-    return side.local({"input_ids": ids, "attention_mask": mask.long(), "targets": targets})
+    return {**inputs, "input_ids": ids, "attention_mask": mask.long()}, torch.where(mask, targets, IGNORED)
 
 
 def _rows_without_targets(side: Side) -> None:
     """All rows but the last have none, so that data ranks and microbatches are empty."""
-    targets = side.kind.batch(0)[1].clone()
+    side.step(0, targets=side.local(one_row(*side.kind.batch(0))[1]))
+
+
+def one_row(inputs: dict[str, T], targets: T, number: int = 0) -> Batch:
+    """Targets of the last row alone; the others have none in the first two batches."""
+    targets = targets.clone()
     targets[:-1] = IGNORED
-    side.step(0, targets=side.local(targets))
+    return inputs, targets
 
 
 def _batch_without_targets(side: Side) -> None:
@@ -91,10 +87,7 @@ def _batch_without_targets(side: Side) -> None:
     side.record("no loss", float(side.alone or loss.isnan()))
 
 
-@feature(needs={"text"})
-def rows_without_targets(side: Side) -> None:
-    side.place()
-    _rows_without_targets(side)
+change("rows_without_targets", batch=one_row, needs={"text"})
 
 
 @feature(needs={"text"})
@@ -117,14 +110,12 @@ def own_loss_without_targets(side: Side) -> None:
     _batch_without_targets(side)
 
 
-@feature(needs={"text", "causal"})
-def other_lengths(side: Side) -> None:
+@at("batch", needs={"text", "causal"}, turn=1, apart={"lengths"})
+def other_lengths(inputs: dict[str, T], targets: T, number: int) -> Batch:
     """The second step has shorter sequences, of a length that no mesh divides."""
-    side.place()
-    side.step(0)
-    side.update()
-    inputs, targets = side.kind.batch(1)
-    side.step(1, input_ids=side.local(inputs["input_ids"][:, :7]), targets=side.local(targets[:, :7]))
+    if number != 1:
+        return inputs, targets
+    return {name: value[:, :7] for name, value in inputs.items()}, targets[:, :7]
 
 
 @feature(needs={"text", "causal"}, on=lambda axis: axis.ranks("cp") < 4)
@@ -155,57 +146,30 @@ def lists(side: Side) -> None:
     side.step(0, scales=side.local([1.0 + row for row in range(ROWS)]))
 
 
-@feature(needs={"causal", "stock"})
-def embedded_inputs(side: Side) -> None:
-    side.place()
-    generator = torch.Generator().manual_seed(5)
-    width = side.model.config.hidden_size
-    embeds = torch.randn(ROWS, LENGTH, width, generator=generator, dtype=torch.float64)
-    side.step(0, input_ids=None, inputs_embeds=side.local(embeds))
+@at("step", needs={"causal", "stock"})
+def embedded_inputs(side: Side, number: int) -> None:
+    generator = torch.Generator().manual_seed(5 + number)
+    width, targets = side.model.config.hidden_size, side.kind.batch(number)[1]
+    embeds = torch.randn(*targets.shape, width, generator=generator, dtype=torch.float64)
+    side.step(number, input_ids=None, inputs_embeds=side.local(embeds))
 
 
-@feature()
-def more_microbatches(side: Side) -> None:
-    """Each of one row on four data ranks at most."""
-    side.place(num_microbatches=2)
-    side.train()
+change("more_microbatches", options={"num_microbatches": 2})  # each of one row on four data ranks at most
+change("accumulated_steps", around=twice)
+change(
+    "deferred_reduction",
+    options={"defer": True, "num_microbatches": 2},
+    around=twice,
+    on=lambda axis: axis.options.get("zero", 0) >= 2,
+)
 
 
-@feature()
-def accumulated_steps(side: Side) -> None:
-    """Two steps before an update: gradients add up."""
-    side.place()
-    side.step(0)
-    side.step(1)
-    side.update()
-    side.step(0)
-
-
-@feature(on=lambda axis: axis.options.get("zero", 0) >= 2)
-def deferred_reduction(side: Side) -> None:
-    side.place(defer=True, **({} if side.alone or "pp" in side.axis.sizes else {"num_microbatches": 2}))
-    side.step(0)
-    side.step(1)
-    side.update()
-    side.step(0)
-
-
-@feature()
-def evaluation_between(side: Side) -> None:
-    side.place()
-    side.step(0)
+@at("gradients")
+def evaluation_between(side: Side, number: int) -> None:
+    """Between a backward and the update."""
     side.model.eval()
-    side.evaluate(1)
+    side.evaluate(number + 1)
     side.model.train()
-    side.update()
-    side.step(1)
-
-
-@feature(needs={"text"})
-def own_loss(side: Side) -> None:
-    """A loss of the user's: the sum over a microbatch, and what it is divided by."""
-    side.place(loss=_squared_margin, count=lambda targets: targets.numel())
-    side.train()
 
 
 def _squared_margin(output: object, targets: torch.Tensor) -> torch.Tensor:
@@ -216,6 +180,14 @@ def _squared_margin(output: object, targets: torch.Tensor) -> torch.Tensor:
     return ((chosen - 1).square() * (targets != IGNORED)).sum()
 
 
+change(  # a loss of the user's: the sum over a microbatch, and what it is divided by
+    "own_loss",
+    options={"loss": _squared_margin, "count": lambda targets: targets.numel()},
+    apart={"loss"},
+    needs={"text"},
+)
+
+
 @feature(
     needs={"experts"},
     overrides={"": {"output_router_logits": True, "router_aux_loss_coef": 0.5}},
@@ -224,7 +196,8 @@ def _squared_margin(output: object, targets: torch.Tensor) -> torch.Tensor:
 def router_loss(side: Side) -> None:
     """The balance loss of a mixture, without padding and with it; each microbatch of a pipeline has one of its own."""
     side.place(**({} if side.alone or "pp" not in side.axis.sizes else {"num_microbatches": 1}))
-    for inputs in ({**side.inputs(), "targets": side.targets()}, _padded(side, right=True)):
+    padded, targets = _padded(*side.kind.batch(0), right=True)
+    for inputs in ({**side.inputs(), "targets": side.targets()}, side.local({**padded, "targets": targets})):
         with InFloat64():
             if side.alone:
                 targets = inputs.pop("targets")

@@ -6,12 +6,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from parallelize import Verification, assert_verified, load_plan, verify
 from parallelize.base.errors import MeshError, ModelError, PlanError
@@ -357,3 +360,24 @@ def test_calls_that_do_not_match_fail_on_every_rank():
         return str(error.value)
 
     assert all("all_reduce [2] float32 on [0]" in text for text in run_ranks(2, body))
+
+
+def test_a_rank_keeps_values_of_parametrized_parameters_for_its_own_block():
+    """PyTorch keeps them once for a process, and drops them when no block is open: that of the first rank is."""
+    opened = threading.Barrier(2)
+
+    def body(rank: int) -> list[float]:
+        layer = nn.Linear(1, 1, bias=False)
+        parametrize.register_parametrization(layer, "weight", nn.ReLU())
+        read = []
+        with parametrize.cached() if rank == 0 else nullcontext():
+            opened.wait()
+            for value in (1.0, 2.0):
+                with torch.no_grad():
+                    layer.parametrizations.weight.original.fill_(value)
+                with parametrize.cached():
+                    read.append(float(layer.weight))
+            opened.wait()
+        return read
+
+    assert run_ranks(2, body) == [[1.0, 1.0], [1.0, 2.0]]

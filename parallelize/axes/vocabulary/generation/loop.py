@@ -29,6 +29,7 @@ from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.ops.random.counter import Key, key
 from parallelize.ops.vocabulary.class_targets import check_ids
 from parallelize.plan.models.wrapped_models import forward_signature
+from parallelize.state.records import inside_adapters
 
 T = torch.Tensor
 
@@ -88,7 +89,7 @@ def generate(
     drawn_tokens = _DrawnTokens(model, extra_inputs, options, seed, cuda_graph)
     ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     stop = start
-    with fast_generation(getattr(model, "_orig_mod", model)):  # compiled or not
+    with fast_generation(_planned(model)):
         for new in range(max_new_tokens):
             drawn = (
                 drawn_tokens.after_prompt(input_ids, max_new_tokens) if new == 0 else drawn_tokens(tokens, stop, new)
@@ -114,7 +115,7 @@ class _DrawnTokens:
         cuda_graph: bool | None,
     ):
         self.model, self.extra_inputs, self.options = model, extra_inputs, options
-        self.inner = getattr(model, "_orig_mod", model)  # compiled or not
+        self.inner = _planned(model)
         self.seed, self.cuda_graph = seed, cuda_graph
         self.cache: Any = None
         self.starting: CapturedDecoding | None = None
@@ -168,6 +169,11 @@ def _refuse(name: str, is_demanded: bool, reason: str) -> None:
     if is_demanded:
         raise no_graph(f"{name}: {reason}")
     warn_of(reason)
+
+
+def _planned(model: nn.Module) -> nn.Module:
+    """The model that has the plan: inside of a compiled one, or of adapters that came later."""
+    return inside_adapters(getattr(model, "_orig_mod", model))
 
 
 def _run(model: nn.Module, constant: dict[str, Any], ids: T, cache: Any, inputs: dict[str, T] | None = None) -> Any:

@@ -22,7 +22,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group
 from parallelize.comm.same_host import through_shared_memory
 from parallelize.plan.styles.contract import Conversion
-from parallelize.state.records import applied, mark_applied, pipeline_cut, record_of
+from parallelize.state.records import applied, inside_adapters, mark_applied, pipeline_cut, record_of
 
 
 def install_generation(module: nn.Module) -> None:
@@ -91,12 +91,13 @@ def refuse_split(module: nn.Module) -> None:
     Raises: ModelError `cut-model` if other ranks have some of the pipeline stages; `generate-over-ep` if ranks with
         other sequences have some of the experts, so that a rank whose sequences have ended would leave them waiting.
     """
-    cut = pipeline_cut(module)
+    root = inside_adapters(module)
+    cut = pipeline_cut(root)
     if cut is not None and len(cut.local_stages) < len(cut.stage_ranks):
         what = f"this rank has {len(cut.local_stages)} of the {len(cut.stage_ranks)} stages of {type(module).__name__}"
         fix = "save a checkpoint, and generate on a mesh without pp: any mesh can load it"
         raise ModelError(Problem("cut-model", what, fix=fix))
-    record = record_of(module)
+    record = record_of(root)
     if record is not None and record.folded is not None:
         what = (
             f"the experts of {type(module).__name__} are divided over {record.resolved.options.expert_ranks} ranks, of "

@@ -231,7 +231,7 @@ def inside_adapters(module: nn.Module) -> nn.Module:
     """The model on a mesh that adapters of PEFT were put around later; the module itself where it has the records, or
     where there are none."""
     record = applied(module)
-    is_bare = record.plan is record.cut is record.data is record.context is None
+    is_bare = all(part is None for part in (record.plan, record.cut, record.data, record.context))
     return stock_model(module) if is_bare else module
 
 

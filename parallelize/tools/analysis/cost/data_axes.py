@@ -278,8 +278,8 @@ def _exchange(
     matrices: list[OwnedMatrix], size: int, num_parameters: int, local_elements: int, setting: Setting
 ) -> tuple[tuple[Message, ...], int]:
     both_ways = [exchanged_elements(matrices, 0, size, to_owner=to_owner) for to_owner in (True, False)]
-    buffers = _most_bytes([matrix.shape for matrix in matrices if matrix.owner == 0], both_ways, size)
-    buffers = max(buffers[0] + local_elements * setting.gradient_bytes, buffers[1])
+    before, after = _most_bytes([matrix.shape for matrix in matrices if matrix.owner == 0], both_ways, size)
+    buffers = max(before + local_elements * setting.gradient_bytes, after)
     if size == 1 or not matrices:
         return (), buffers if matrices else 0
     axis = setting.group_name([name for name in setting.mesh.names if name != "pp"])

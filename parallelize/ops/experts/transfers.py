@@ -13,6 +13,8 @@ Source: Zhao et al., DeepEP (one row for each rank); Lepikhin et al., GShard, ar
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -157,7 +159,16 @@ def _started(start: Any, x: T, chunk: TokenChunk) -> RowsInFlight:
         return exchanges[0].rows
 
     rows = replay_cache.run_collective("all_to_all", send)
-    return exchanges[0] if exchanges else RowsInFlight(rows)
+    if not exchanges:
+        return RowsInFlight(rows)
+    if replay_cache.in_recompute():  # a replay ends after the last tensor that backward needs, perhaps before the wait
+        replay_cache.at_exit(partial(_wait_for, weakref.ref(exchanges[0])))
+    return exchanges[0]
+
+
+def _wait_for(exchange: weakref.ref[RowsInFlight]) -> None:
+    if (sent := exchange()) is not None:
+        sent.wait()
 
 
 def _waited(exchanges: list[RowsInFlight | None], n: int) -> T:
@@ -216,7 +227,7 @@ def unpacked(matrix: T, width: int, *others: tuple[int, torch.dtype]) -> tuple[T
 class RowsInFlight:
     """Rows on their way: [sum(received), ...], which are valid after `wait`."""
 
-    __slots__ = ("_work", "rows")
+    __slots__ = ("__weakref__", "_work", "rows")
 
     def __init__(self, rows: T, work: Any = None):
         self.rows, self._work = rows, work
@@ -239,6 +250,8 @@ def start_exchange(x: T, sent: list[int], received: list[int], group: Group) -> 
         x: [sum(sent), ...], contiguous, by destination.
         sent, received: numbers of rows by rank of the group.
     """
+    # a message that nobody waits for, as where a replay ends early, keeps what it sends, and not the graph before it
+    x = x.detach()
     if x.is_meta or group.wire is not None or counts_collectives():
         return RowsInFlight(torch.ops.parallelize.exchange_rows(x, sent, received, group.key))
     width = prod(x.shape[1:])

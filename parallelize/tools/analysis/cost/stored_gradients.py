@@ -88,6 +88,7 @@ class SplitGradients:
         self._full: dict[int, int] = {}  # index of a group -> bytes of full gradients
         self._rows: set[int] = set()  # groups of which this rank's rows are stored
         self._bytes = 0  # of both
+        self._reduced: set[int] = set()  # in the action that was followed last
         self._sent: list[int] = []  # buckets on their way, whose rows are stored when the next one is sent
         self._early = 0  # bytes of gradients that a fused loss has made in forward
 
@@ -106,12 +107,13 @@ class SplitGradients:
         self._left[action.stage] -= 1
         held = self.setting.defer and self._left[action.stage] > 0
         before, done = [], set[str]()
+        self._reduced.clear()
         for unit in units:
             before.append(self.stored)
             done.add(unit)
             self._after(action.stage, unit, done, held)
         for index, group in enumerate(self._groups):
-            if group.stage == action.stage and not held and not group.late:
+            if group.stage == action.stage and not held and not group.late and index not in self._reduced:
                 self._reduce(index)
         return before
 
@@ -184,6 +186,7 @@ class SplitGradients:
 
     def _reduce(self, index: int) -> None:
         self._store_full(index, 0)
+        self._reduced.add(index)
         if index in self._rows:
             return
         if self.setting.zero == 3:

@@ -164,6 +164,13 @@ def test_grouped_matmuls_that_a_recomputed_unit_saves(two_processes):
     check(two_processes, "mixtral", {"dp": 2}, {"recompute": "selective"}, batch=4, model=model, within=0.01)
 
 
+def test_shared_experts_that_are_computed_beside_the_others(two_processes):
+    """The replay of a recomputed layer ends when these have run, with results of the others on their way: it keeps
+    those, which are not predicted, and none of the layer's activations, which are four times as much."""
+    model = {"num_hidden_layers": 6}
+    check(two_processes, "dots1", {"dp": 2}, {"ep": 2, "recompute": "full"}, batch=4, model=model, within=0.06)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"etp": 2}], ids=str)
 def test_copies_of_experts_that_zero_3_splits(four_processes, sizes):

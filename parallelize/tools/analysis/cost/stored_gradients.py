@@ -43,7 +43,7 @@ def pool_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
 
 
 @dataclass
-class _Group:
+class _ReducedTogether:
     """Parameters whose gradients are reduced together.
 
     Attributes:
@@ -128,7 +128,7 @@ class SplitGradients:
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
-    def _buckets(self) -> list[_Group]:
+    def _buckets(self) -> list[_ReducedTogether]:
         groups = []
         for bucket in buckets_of(self.step.shards, self.setting):
             ranks = view_of(bucket[0], self.setting).ranks
@@ -136,15 +136,15 @@ class SplitGradients:
                 groups.append(self._group(bucket, ranks, any(shard.late for shard in bucket)))
         return groups
 
-    def _units(self) -> list[_Group]:
+    def _units(self) -> list[_ReducedTogether]:
         groups = zero_groups([shard for shard in self.step.shards if shard.trained]).values()
         return [self._group(group, view_of(group[0], self.setting).ranks, late=False) for group in groups]
 
-    def _group(self, shards: Sequence[ParameterShard], ranks: int, late: bool) -> _Group:
+    def _group(self, shards: Sequence[ParameterShard], ranks: int, late: bool) -> _ReducedTogether:
         item = self.setting.gradient_bytes
         full = [(frozenset(map(self._unit_of, shard.names)), shard.numel * item) for shard in shards]
         rows = sum(shard.padded_numel(ranks) for shard in shards) * item
-        return _Group(full, rows, shards[0].stage, late)
+        return _ReducedTogether(full, rows, shards[0].stage, late)
 
     def _unit_of(self, name: str) -> str:
         stages = self.step.stages
@@ -170,7 +170,7 @@ class SplitGradients:
             elif unit:
                 self._reduce(index)
 
-    def _full_bytes(self, group: _Group, held: bool, size: int) -> int:
+    def _full_bytes(self, group: _ReducedTogether, held: bool, size: int) -> int:
         """What is stored of full gradients. Those that wait for the rest of their bucket have the dtype of compute."""
         if self.setting.zero == 3 and not held:
             return 0

@@ -28,7 +28,7 @@ _UNITS = "under ZeRO 3 with stages, or with a fused loss and recompute, what is 
 _V = "schedules whose ranks have the first and the last stage, with recompute: what waits between its two halves"
 APART = {
     12: _SCORES, 106: _SCORES, 143: _SCORES, 151: _SCORES, 182: _SCORES, 21: _TIES, 119: _TIES, 186: _TIES,
-    52: _SCATTER, 96: _SCATTER, 107: _UNITS, 130: _UNITS, 171: _UNITS, 121: _V, 147: _V,
+    166: _TIES, 52: _SCATTER, 96: _SCATTER, 107: _UNITS, 130: _UNITS, 171: _UNITS, 121: _V, 147: _V,
 }  # fmt: skip
 """Cells that differ by more, each with the reason as far as it is known."""
 _KINDS = ("llama", "gpt2", "gemma3", "phi3", "opt", "bert", "mixtral", "deepseek_v3", "qwen3_moe")

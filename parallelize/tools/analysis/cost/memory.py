@@ -249,8 +249,8 @@ class _MemoryWalk:
             stored = (
                 [gradients] if self._split is None else self._split.before_each(action, [unit for unit, _ in curves])
             )
-            found = list(self._moments_of(action, curves, stored, activations))
-            yield from found if self.by_segment or not found else [_highest(found)]
+            moments = list(self._moments_of(action, curves, stored, activations))
+            yield from moments if self.by_segment or not moments else [_highest(moments)]
             activations += sum(curve.net for _, curve in curves)
             gradients += sum(curve.net_all - curve.net for _, curve in curves)
             if action.kind in self._completing:

@@ -105,15 +105,15 @@ class SplitGradients:
         if (action.stage, action.kind) not in self._giving:
             return [self.stored] * len(units)
         self._left[action.stage] -= 1
-        held = self.setting.defer and self._left[action.stage] > 0
+        waits = self.setting.defer and self._left[action.stage] > 0
         before, done = [], set[str]()
         self._reduced.clear()
         for unit in units:
             before.append(self.stored)
             done.add(unit)
-            self._after(action.stage, unit, done, held)
+            self._after(action.stage, unit, done, waits)
         for index, group in enumerate(self._groups):
-            if group.stage == action.stage and not held and not group.late and index not in self._reduced:
+            if group.stage == action.stage and not waits and not group.late and index not in self._reduced:
                 self._reduce(index)
         return before
 
@@ -157,24 +157,24 @@ class SplitGradients:
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
-    def _after(self, stage: int, unit: str, done: set[str], held: bool) -> None:
+    def _after(self, stage: int, unit: str, done: set[str], waits: bool) -> None:
         """A unit has run backward: its gradients are stored in full, or reduced where their group is complete."""
         for index in self._of_unit.get(unit, ()):
             group = self._groups[index]
             if group.stage != stage and not group.late:
                 continue
             self._early = 0  # the head's are among those of its group now
-            if held or group.late or not group.units <= done:
-                now = self._full_bytes(group, held, group.bytes_after(done))
+            if waits or group.late or not group.units <= done:
+                now = self._full_bytes(group, waits, group.bytes_after(done))
                 self._store_full(index, max(self._full.get(index, 0), now))
             elif unit:
                 self._reduce(index)
 
-    def _full_bytes(self, group: _ReducedTogether, held: bool, size: int) -> int:
+    def _full_bytes(self, group: _ReducedTogether, waits: bool, size: int) -> int:
         """What is stored of full gradients. Those that wait for the rest of their bucket have the dtype of compute."""
-        if self.setting.zero == 3 and not held:
+        if self.setting.zero == 3 and not waits:
             return 0
-        return size if held or group.late else size * self.setting.compute_bytes // self.setting.gradient_bytes
+        return size if waits or group.late else size * self.setting.compute_bytes // self.setting.gradient_bytes
 
     def _store_full(self, index: int, size: int) -> None:
         self._bytes += size - self._full.get(index, 0)

@@ -127,8 +127,8 @@ def record(
     most = routing.most_rows, routing.most_choices
     none = frozenset(name for name, p in model.named_parameters() if p.requires_grad and p.grad is None)
     sizes, skips = boundaries.sizes, boundaries.skips
-    held = freed_inputs(actions[half:], marks)
-    return MicrobatchTrace(first, later, sizes, representatives, regular, *most, routers, none, skips, held)
+    inputs = freed_inputs(actions[half:], marks)
+    return MicrobatchTrace(first, later, sizes, representatives, regular, *most, routers, none, skips, inputs)
 
 
 def _apply(model: nn.Module, mesh: MeshView, full: ResolvedPlan, options: Options, classes: LayerClasses) -> None:

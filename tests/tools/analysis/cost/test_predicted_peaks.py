@@ -33,8 +33,8 @@ def test_the_peak_of_a_pipeline_does_not_grow_with_its_microbatches(family, sche
 def test_deferred_reductions_keep_full_gradients():
     highest = []
     for defer in (False, True):
-        found = explain(Numbered, None, "dp=4", sequence=4, batch=2, num_microbatches=2, zero=2, defer=defer)
-        highest.append(max(moment.peak for moment in found.ranks[0].memory.moments))
+        explanation = explain(Numbered, None, "dp=4", sequence=4, batch=2, num_microbatches=2, zero=2, defer=defer)
+        highest.append(max(moment.peak for moment in explanation.ranks[0].memory.moments))
     assert highest[1] > highest[0]
 
 

@@ -49,6 +49,8 @@ class Feature:
         refused_with: names of other rows, as a pattern, or a word of their `apart` -> slugs by which cells of both may
             be refused, with reasons.
         apart: words of what at most one row of a loop may be, such as an adapter.
+        own_batches: it divides a rank's rows by their number, so that the k-th draw is not of the rows that it is of on
+            one rank.
         turn: of `prepare`, where several rows have one: those with larger numbers come later.
         meets: whether others join it; not where it is several in one already.
         files: that the row is written in.
@@ -71,6 +73,7 @@ class Feature:
     loop: Loop | None = None
     refused_with: dict[str, dict[str, str]] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
+    own_batches: bool = False
     turn: int = 0
     meets: bool = True
     files: frozenset[str] = frozenset()
@@ -159,6 +162,7 @@ def together(rows: Iterable[Feature]) -> Feature | None:
         or any(row.loop is None for row in rows)
         or len(words) > len(set(words))
         or len(rounds) + is_one_rank > 1  # both compare with a mesh of one rank, for other reasons
+        or (is_one_rank and any(row.own_batches for row in rows))
     ):
         return None
     return Feature(

@@ -30,6 +30,11 @@ FOUND = {  # cells that were wrong, crashed or were refused untruly, and what th
     ("lora_after+optimizer_of_the_module", "llama", "dp-zero2"): "right",  # refused: `unsharded-optimizer`
     ("generated+lora_after", "llama", "pp-1f1b"): "refused cut-model",  # failed in an embedding of another stage
     ("generated+lora_before", "llama", "dp-zero3"): "right",  # refused: `no-cache`
+    ("generated_padded+prompt_tuning", "llama", "tp"): "right",  # prompts came before each new token again
+    ("generated_padded+prefix_tuning", "llama_published", "dp-zero3"): "right",  # the same
+    ("generated+prompt_tuning", "hybrid", "tp"): "right",  # so did those of recurrent layers, and places began anew
+    ("generated", "hybrid", "tp-lp"): "right",  # a cache with recurrent layers counts no tokens
+    ("prefix_tuning+torch_checkpoint+two_optimizers", "llama_equal", "pp-tp"): "right",  # a stage that trains nothing
 }
 
 

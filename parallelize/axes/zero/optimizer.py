@@ -345,6 +345,11 @@ def _read(model: nn.Module, shown: tuple[Any, ...], state_dict: Any) -> Any:
     if not are_same:
         return state_dict
     groups = [{**group, "params": names} for group, names in zip(saved, own, strict=True)]
+    count = 0
+    for optimizer in shown:
+        if isinstance(optimizer, _ShownOptimizer):
+            optimizer.first_group = count
+        count += len(optimizer.param_groups)
     return {**state_dict, "param_groups": groups}
 
 
@@ -354,10 +359,12 @@ class _ShownOptimizer:
     Attributes:
         param_groups: the optimizer's, with the model's parameters.
         state: the state of each of these.
+        first_group: the number of its first group among those of all optimizers that are loaded.
     """
 
     def __init__(self, optimizer: Optimizer, shard_of: ShardOf):
         state_dicts.start_state(optimizer)
+        self.first_group = 0
         self._optimizer = optimizer
         self.param_groups: list[dict[str, Any]] = []
         self.state: dict[Any, dict[str, Any]] = {}
@@ -384,11 +391,12 @@ class _ShownOptimizer:
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         state = {name: dict(values) for name, values in state_dict["state"].items()}
         masters = {index: state[name].pop(MASTER) for index, name in enumerate(names) if MASTER in state.get(name, {})}
-        groups = [
-            # PyTorch leaves out the options of a group without parameters, as a stage may have
-            {**own, **group}
-            for own, group in zip(self.param_groups, state_dict["param_groups"], strict=True)
-        ]
+        saved = state_dict["param_groups"]
+        if len(saved) > len(self.param_groups) and not state:
+            # PyTorch gives all groups to each optimizer where this rank has no state, as a stage that trains nothing
+            saved = saved[self.first_group : self.first_group + len(self.param_groups)]
+        # PyTorch leaves out the options of a group without parameters, as a stage may have
+        groups = [{**own, **group} for own, group in zip(self.param_groups, saved, strict=True)]
         loaded = {**state_dict, "state": state, "param_groups": groups}
         state_dicts.load_stock_state_dict(self._optimizer, loaded | ({MASTERS: masters} if masters else {}))
 

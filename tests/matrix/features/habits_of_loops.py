@@ -156,10 +156,10 @@ def _uneven(side: Side, number: int) -> None:
             (side.summed_loss(output, targets[rows]) / side.count(number)).backward()
 
 
-change("uneven_microbatches", step=_uneven, **of_habit(whole_model))
+change("uneven_microbatches", step=_uneven, own_batches=True, **of_habit(whole_model))
 
 
-@at("step", **of_habit(whole_model))
+@at("step", own_batches=True, **of_habit(whole_model))
 def uneven_microbatches_in_a_block(side: Side, number: int) -> None:
     """As with `no_sync`: what is summed over ranks is summed once."""
     with nullcontext() if side.alone else accumulate_gradients(side.model):

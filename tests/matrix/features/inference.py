@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import parallelize
 from parallelize import sample, token_entropy, token_log_probs, token_log_probs_and_entropy
@@ -159,6 +160,26 @@ def _is_inside(side: Side) -> bool:
     return "cp" in side.axis.sizes or side.axis.options.get("zero") == 3
 
 
+def _counts_no_prompts(side: Side) -> bool:
+    """Whether PEFT's `generate` gives wrong tokens: it drops positions, and a recurrent model's cache counts none."""
+    return "recurrent" in side.kind.traits and _drops_positions(side.model)
+
+
+def _drops_positions(model: nn.Module) -> bool:
+    return getattr(getattr(model, "active_peft_config", None), "peft_type", None) == "PROMPT_TUNING"
+
+
+def _greedy_without_cache(model: nn.Module, prompts: dict[str, Any]) -> torch.Tensor:
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    for _ in range(GREEDY["max_new_tokens"]):
+        positions = {} if _drops_positions(model) else {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=mask, **positions, use_cache=False).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    return ids
+
+
 def _generated(side: Side, padded: bool) -> None:
     """Greedy, by the loop of `transformers` on one process and by both loops on a mesh."""
     side.model.eval()
@@ -166,8 +187,9 @@ def _generated(side: Side, padded: bool) -> None:
     ours = None
     if not side.alone:
         ours = parallelize.generate(side.model, **prompts, max_new_tokens=3, temperature=0, eos_token_id=[])
-    theirs = ours if _is_inside(side) else side.model.generate(**prompts, **GREEDY)
-    ours = theirs if side.alone else ours
+    if side.alone:
+        ours = _greedy_without_cache(side.model, prompts)
+    theirs = ours if _is_inside(side) or _counts_no_prompts(side) else side.model.generate(**prompts, **GREEDY)
     side.record("theirs", side.whole(theirs))
     side.record("ours", side.whole(ours))
     side.model.train()
@@ -181,7 +203,11 @@ NO_CACHE = {
 }
 
 
-@at("between", needs=GENERATES, names=("generate",), refused=NO_CACHE, apart={"ids"})
+CONTEXT_MATTERS = {"": {"initializer_range": 0.1}}
+"""With the weights of a model that was just built, a token depends on the one before it alone."""
+
+
+@at("between", needs=GENERATES, names=("generate",), overrides=CONTEXT_MATTERS, refused=NO_CACHE, apart={"ids"})
 def generated(side: Side, number: int) -> None:
     _generated(side, padded=False)
 
@@ -200,13 +226,13 @@ def cached_logits(side: Side) -> None:
         side.record(f"logits {number}", side.whole(logits[:, -1]))
 
 
-@at("gradients", needs=GENERATES, refused=NO_CACHE, apart={"ids"})
+@at("gradients", needs=GENERATES, overrides=CONTEXT_MATTERS, refused=NO_CACHE, apart={"ids"})
 def generated_padded(side: Side, number: int) -> None:
     """Prompts of different lengths, padded on the left, between a backward and the update."""
     _generated(side, padded=True)
 
 
-@feature(needs=GENERATES, refused=NO_CACHE)
+@feature(needs=GENERATES, overrides=CONTEXT_MATTERS, refused=NO_CACHE)
 def generated_by_chance(side: Side) -> None:
     """The tokens of a seed, by our loop, do not depend on the mesh."""
     side.place()

@@ -149,7 +149,8 @@ for _name, _class in {**CLASSES, "adafactor": ADAFACTOR}.items():
 def load_weights_of_checkpoint(side: Side, folder: str) -> None:
     """Without the states of the optimizer, which begin again."""
     if side.alone:
-        side.optimizers[0].state.clear()
+        for optimizer in side.optimizers:
+            optimizer.state.clear()
     else:
         _saved(side, folder)
         begin_anew(side)

@@ -22,6 +22,7 @@ from parallelize.axes.vocabulary.generation.transformers_generate import (
     generating_groups,
     refuse_split,
 )
+from parallelize.axes.vocabulary.generation.virtual_tokens import VirtualTokens, virtual_tokens
 from parallelize.axes.vocabulary.logits.forms import shard_of
 from parallelize.axes.vocabulary.sampling.candidates import Candidates
 from parallelize.axes.vocabulary.sampling.draw import SamplingOptions, draw
@@ -79,13 +80,14 @@ def generate(
     """
     parameters = _check_model(model)
     _check_prompts(input_ids, attention_mask)
-    _check_room(model, input_ids, max_new_tokens)
+    virtual = virtual_tokens(getattr(model, "_orig_mod", model))
+    _check_room(model, virtual.count + input_ids.shape[1], input_ids, max_new_tokens)
     stops, pad = _ends(model, eos_token_id, pad_token_id)
     ending = torch.tensor(stops, device=input_ids.device, dtype=input_ids.dtype)
     batch, start = input_ids.shape
     options = SamplingOptions.of(torch.Size((batch,)), input_ids.device, temperature, top_k, top_p, min_p, rows)
     tokens = torch.cat([input_ids, input_ids.new_full((batch, max_new_tokens), pad)], dim=1)
-    extra_inputs = _ExtraInputs(attention_mask, start + max_new_tokens, parameters)
+    extra_inputs = _ExtraInputs(input_ids, attention_mask, start + max_new_tokens, parameters, virtual)
     drawn_tokens = _DrawnTokens(model, extra_inputs, options, seed, cuda_graph)
     ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     stop = start
@@ -116,18 +118,21 @@ class _DrawnTokens:
     ):
         self.model, self.extra_inputs, self.options = model, extra_inputs, options
         self.inner = _planned(model)
-        self.seed, self.cuda_graph = seed, cuda_graph
+        self.seed, self.cuda_graph, self.virtual = seed, cuda_graph, extra_inputs.virtual
         self.cache: Any = None
         self.starting: CapturedDecoding | None = None
         self.captured: CapturedDecoding | None = None
 
     def after_prompt(self, ids: T, new_tokens: int) -> T:
-        start = ids.shape[1]
-        out = _run(self.model, self.extra_inputs(0, start), ids, self.cache)
+        out = _run(self.model, self.extra_inputs.of_prompt(ids.shape[1]), ids, self.cache)
+        start = self.virtual.count + ids.shape[1]
         self.cache, longest = _cache_of(self.model, out), start + new_tokens
         if self._captures(ids, new_tokens):
-            forward, groups = partial(_run, self.model, self.extra_inputs.constant), generating_groups(self.inner)
-            mask, refuse = self.extra_inputs.mask, partial(_refuse, type(self.inner).__name__, bool(self.cuda_graph))
+            forward, groups = partial(self._decode, self.extra_inputs.constant), generating_groups(self.inner)
+            mask, refuse = (
+                self.extra_inputs.after_prompt,
+                partial(_refuse, type(self.inner).__name__, bool(self.cuda_graph)),
+            )
             self.starting = CapturedDecoding(forward, self.options, self.cache, start, longest, mask, groups, refuse)
         else:
             reserve(self.cache, longest)
@@ -135,18 +140,22 @@ class _DrawnTokens:
 
     def __call__(self, tokens: T, stop: int, new: int) -> T:
         """The `new`-th token, after `stop` tokens."""
-        ids, inputs = tokens[:, stop - 1 : stop], self.extra_inputs(stop - 1, stop)
+        ids, inputs = tokens[:, stop - 1 : stop], self.extra_inputs.of_token(stop - 1)
         if self.captured is not None:
             return self.captured(ids, inputs.get("position_ids"), self._key(new))
-        out = _run(self.model, inputs, ids, self.cache)
+        out = self._decode(inputs, ids, self.cache)
         if self.starting is not None:
             expected, _ = shard_of(out.logits[:, -1])
             if self.starting.start(ids, inputs.get("position_ids"), self._key(new), expected):
                 self.captured, self.cache = self.starting, None
             else:
-                reserve(self.cache, tokens.shape[1])
+                reserve(self.cache, self.virtual.count + tokens.shape[1])
             self.starting = None
         return self._draw(out, new)
+
+    def _decode(self, constant: dict[str, Any], ids: T, cache: Any, inputs: dict[str, T] | None = None) -> Any:
+        with self.virtual.left_out():
+            return _run(self.model, constant, ids, cache, inputs)
 
     def _draw(self, out: Any, new: int) -> T:
         return draw(Candidates.of(*shard_of(out.logits[:, -1])), self.options, self._key(new))
@@ -158,7 +167,7 @@ class _DrawnTokens:
         """Raises: ModelError `no-cuda-graph`."""
         if self.cuda_graph is False or (self.cuda_graph is None and not (ids.is_cuda and is_worthwhile(new_tokens))):
             return False
-        start = ids.shape[1]
+        start = self.virtual.count + ids.shape[1]
         why = why_not(self.inner, self.cache, start, ids.device) if ids.is_cuda else f"runs on {ids.device.type}"
         if why and self.cuda_graph:
             raise no_graph(f"{type(self.inner).__name__} {why}")
@@ -181,28 +190,47 @@ def _run(model: nn.Module, constant: dict[str, Any], ids: T, cache: Any, inputs:
 
 
 class _ExtraInputs:
-    """The inputs of each forward other than ids and cache: mask and positions of padded prompts, `logits_to_keep`.
+    """The inputs of each forward other than ids and cache: the mask of padded prompts, positions, `logits_to_keep`.
+
+    Positions are given always, as the generate of `transformers` does: a model with recurrent layers may count none of
+    the tokens in its cache.
 
     Args:
-        mask: [B, S], or None.
+        ids: [B, S], prompts. mask: [B, S], or None.
         length: tokens of the longest possible sequence.
         parameters: the parameter names of the model's forward.
+        virtual: tokens that the model puts before the prompt.
     """
 
-    def __init__(self, mask: T | None, length: int, parameters: set[str]):
-        self.mask = self.positions = None
+    def __init__(self, ids: T, mask: T | None, length: int, parameters: set[str], virtual: VirtualTokens):
+        self.virtual = virtual
+        self.mask = self.after_prompt = self.positions = None
         self.constant = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        places = torch.arange(length, device=ids.device)[None]
         if mask is not None and not bool(mask.all()):
             self.mask = torch.nn.functional.pad(mask.long(), (0, length - mask.shape[1]), value=1)
-            if "position_ids" in parameters:
-                self.positions = (self.mask.cumsum(-1) - 1).clamp_(min=0)
+            self.after_prompt = virtual.mask(self.mask)
+            if virtual.has_positions:
+                places = (self.mask.cumsum(-1) - 1).clamp_(min=0)
+        if "position_ids" in parameters:
+            self.positions = places.expand(len(ids), -1).contiguous()
 
-    def __call__(self, first: int, stop: int) -> dict[str, Any]:
+    def of_prompt(self, length: int) -> dict[str, Any]:
+        """Of a prompt's tokens; the model knows of those that it puts before it."""
         inputs: dict[str, Any] = dict(self.constant)
         if self.mask is not None:
-            inputs["attention_mask"] = self.mask[:, :stop]
+            inputs["attention_mask"] = self.mask[:, :length]
+        if self.positions is not None and self.virtual.has_positions:
+            inputs["position_ids"] = self.positions[:, :length]
+        return inputs
+
+    def of_token(self, place: int) -> dict[str, Any]:
+        """Of the one token at this place of its row."""
+        inputs: dict[str, Any] = dict(self.constant)
+        if self.after_prompt is not None:
+            inputs["attention_mask"] = self.after_prompt[:, : self.virtual.count + place + 1]
         if self.positions is not None:
-            inputs["position_ids"] = self.positions[:, first:stop]
+            inputs["position_ids"] = self.virtual.count + self.positions[:, place : place + 1]
         return inputs
 
 
@@ -239,7 +267,7 @@ def _check_prompts(ids: T, mask: T | None) -> None:
         raise ShapeError(Problem("bad-mask", "attention_mask has zeros after ones", fix="zeros first, then ones"))
 
 
-def _check_room(model: Any, ids: T, new: int) -> None:
+def _check_room(model: Any, length: int, ids: T, new: int) -> None:
     if not isinstance(new, int) or isinstance(new, bool) or new < 1:
         raise ShapeError(Problem("bad-option", f"max_new_tokens is {new!r}", fix="1 or more"))
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -247,8 +275,8 @@ def _check_room(model: Any, ids: T, new: int) -> None:
         check_ids(ids, embedding.num_embeddings, "input_ids")
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not embedding]
-    if limit is not None and limit in tables and ids.shape[1] + new - 1 > limit:
-        what = f"prompts of {ids.shape[1]} tokens and {new} new ones, where the model has {limit} positions"
+    if limit is not None and limit in tables and length + new - 1 > limit:
+        what = f"prompts of {length} tokens and {new} new ones, where the model has {limit} positions"
         raise ShapeError(Problem("too-long", what, fix="shorter prompts, or fewer new tokens"))
 
 

@@ -280,7 +280,7 @@ def _parts(
     return {
         "compute": compute_s,
         "tp, cp and ep": busy_s - compute_s + contended[busiest] * count,
-        "pipeline": whole_s - busy_s,
+        "pipeline": whole_s - busy_s if ranks > 1 else 0.0,
         "between stages": sends * send_s,
         "gathers": exposed_gathers_s + over_data * min(gathers_s, compute_s) + copies_s,
         "reductions": reductions_s - behind_s + over_data * behind_s,

@@ -6,7 +6,6 @@ deadlock.
 
 from __future__ import annotations
 
-import json
 import time
 import zlib
 from collections import Counter
@@ -20,19 +19,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.base.agreement import (
-    Facts,
-    differing_rows,
-    problem_from_json,
-    problems_to_json,
-    text_digest,
-)
+from parallelize.base.agreement import Facts, text_digest
 from parallelize.base.errors import HandshakeError, ParallelizeError, Problem, short_list
 from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.base.torch_private.torch_tensors import uncounted
 from parallelize.comm.groups import Group
+from parallelize.comm.meeting import Meeting
 from parallelize.comm.mesh_view import MeshView
-from parallelize.comm.uncaught_errors import LATE, publish_uncaught_errors, wait_for_key
+from parallelize.comm.uncaught_errors import publish_uncaught_errors
 
 TIMEOUT_S = 60.0
 _DIGEST_BLOCK = 1 << 17
@@ -42,7 +36,8 @@ _DIGEST_BLOCK = 1 << 17
 def handshake(mesh: MeshView, facts: Facts, timeout_s: float = TIMEOUT_S, call: str = "parallelize_module") -> None:
     """Compare `facts` over all ranks of the mesh. call: what all of them have called.
 
-    The mesh's first rank reads the facts of every rank and posts a verdict; every other rank reads only the verdict.
+    The mesh's first rank compares a digest of each rank's facts, reads facts where digests differ, and posts a verdict;
+    every other rank reads only the verdict.
 
     Raises: HandshakeError on every rank: `ranks-disagree` with keys and ranks, `rank-failed` as soon as a rank has
         ended with an error, or `ranks-missing` after `timeout_s`.
@@ -58,20 +53,7 @@ def compare_facts(
     if len(ranks) < 2 or store is None or dist.get_backend() == "fake":
         return
     publish_uncaught_errors()
-    me = dist.get_rank()
-    base = f"parallelize/handshake/{'-'.join(map(str, ranks)) if len(ranks) < 64 else hash(tuple(ranks))}"
-    turn = store.add(f"{base}/turn/{me}", 1)
-    prefix = f"{base}/{turn}"
-    store.set(f"{prefix}/facts/{me}", zlib.compress(json.dumps(facts).encode()))
-    if me == ranks[0]:
-        verdict, missing = _judge(store, prefix, ranks, time.monotonic() + timeout_s, call)
-        for rank in missing:  # it missed this turn: advance its counter, so that the next handshake matches again
-            store.add(f"{base}/turn/{rank}", max(0, turn - store.add(f"{base}/turn/{rank}", 0)))
-        store.set(f"{prefix}/verdict", json.dumps(problems_to_json(verdict)))
-    else:
-        verdict = _await_verdict(store, prefix, ranks, timeout_s + 5.0, call)
-    if verdict:
-        raise HandshakeError(*verdict)
+    Meeting(store, tuple(ranks), dist.get_rank(), call).compare(facts, timeout_s)
 
 
 @contextmanager
@@ -98,21 +80,6 @@ def agree_on(mesh: MeshView, timeout_s: float = TIMEOUT_S, call: str = "parallel
         raise failure
 
 
-def _judge(
-    store: dist.Store, prefix: str, ranks: list[int], deadline: float, call: str
-) -> tuple[list[Problem], list[int]]:
-    """The first rank's verdict: (problems, ranks that posted nothing in time)."""
-    facts: dict[int, Facts] = {}
-    errors: dict[int, str] = {}
-    for rank in ranks:
-        key, remaining = f"{prefix}/facts/{rank}", max(0.05, deadline - time.monotonic())
-        if error := wait_for_key(store, key, rank, remaining):
-            errors[rank] = error
-        else:
-            facts[rank] = json.loads(zlib.decompress(store.get(key)))
-    return [*_problems_of_absent_ranks(errors, call), *_differences(facts)], list(errors)
-
-
 def silent_ranks(ranks: list[int], occasion: str, timeout_s: float) -> list[int]:
     """The ranks that do not come here within `timeout_s`: those of a failed collective that every other rank noticed.
 
@@ -136,61 +103,6 @@ def silent_ranks(ranks: list[int], occasion: str, timeout_s: float) -> list[int]
         except (RuntimeError, dist.DistError):
             silent.append(rank)
     return silent
-
-
-def _await_verdict(store: dist.Store, prefix: str, ranks: list[int], timeout_s: float, call: str) -> list[Problem]:
-    if error := wait_for_key(store, f"{prefix}/verdict", ranks[0], timeout_s):
-        if error != LATE:
-            return _problems_of_absent_ranks({ranks[0]: error}, call)
-        try:
-            return [
-                _missing([rank for rank in ranks if not store.check([f"{prefix}/facts/{rank}"])] or ranks[:1], call)
-            ]
-        except RuntimeError:  # the store is gone, with the process that has it
-            return [_missing(ranks[:1], call)]
-    return list(map(problem_from_json, json.loads(store.get(f"{prefix}/verdict"))))
-
-
-def _problems_of_absent_ranks(errors: dict[int, str], call: str) -> list[Problem]:
-    """A problem for each rank that ended with an error, and one for the ranks that are late."""
-    failed = [(rank, error) for rank, error in errors.items() if error != LATE]
-    late = [rank for rank, error in errors.items() if error == LATE]
-    problems = [
-        Problem(
-            "rank-failed",
-            f"rank {rank} ended before it called {call}: {error.splitlines()[0]}",
-            rows=(("error", error),) if "\n" in error else (),
-            fix=f"correct the error of rank {rank}",
-        )
-        for rank, error in failed[:4]
-    ]
-    return [*problems, *([_missing(late, call)] if late else [])]
-
-
-def _missing(ranks: list[int], call: str) -> Problem:
-    return Problem(
-        "ranks-missing",
-        f"ranks {short_list([str(rank) for rank in ranks])} did not call {call} in time",
-        fix="call it on every rank of the mesh; look at those ranks' own errors",
-    )
-
-
-def _differences(facts: dict[int, Facts]) -> list[Problem]:
-    """One problem that names every key on which ranks differ."""
-    if len({rank_facts.get("error") for rank_facts in facts.values()}) > 1:  # other differences only follow from it
-        facts = {rank: {"error": rank_facts.get("error", "none")} for rank, rank_facts in facts.items()}
-    rows = differing_rows(facts)
-    if not rows:
-        return []
-    more = [("and", f"{len(rows) - 20} more keys")] if len(rows) > 20 else []
-    return [
-        Problem(
-            "ranks-disagree",
-            f"ranks differ in {len(rows)} of the facts that must be the same",
-            rows=tuple(rows[:20] + more),
-            fix="start every rank with the same plan, model and settings",
-        )
-    ]
 
 
 def compressed(facts: Facts, most: int = 400) -> Facts:

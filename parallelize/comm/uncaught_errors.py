@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,12 @@ _KEY = "parallelize/uncaught"
 LATE = "did not come in time"
 _LAST_S = 1.0
 """How long rank 0, whose process may have the store, lives on so that the others can read its error."""
+_ANY = f"{_KEY}/any"
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.02
+_PAUSE_PER_RANK_S = 1e-4
+"""So that all ranks together ask a store no more than 20,000 times a second, however many they are."""
+_BLOCK = 256
+"""Keys of one request."""
 
 
 @lru_cache(maxsize=1)
@@ -49,6 +55,7 @@ def _publish(text: str) -> None:
         return
     with suppress(RuntimeError):
         store.set(f"{_KEY}/{dist.get_rank()}", text)
+        store.set(_ANY, "")
         if dist.get_rank() == 0:
             time.sleep(_LAST_S)
 
@@ -59,13 +66,14 @@ def uncaught_error_of(rank: int, store: dist.Store) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def wait_for_key(store: dist.Store, key: str, rank: int, timeout_s: float) -> str:
+def wait_for_key(store: dist.Store, key: str, rank: int, timeout_s: float, waiting: int = 1) -> str:
     """Wait until a rank has set a key, it has ended with an error, or the time is over.
+
+    waiting: how many ranks wait so; the more, the less often each asks.
 
     Returns: "" if the key is set, else the error, or why there is none.
     """
-    deadline, pause = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
-    while True:
+    for _ in _polls(timeout_s, waiting):
         try:
             if store.check([key]):
                 return ""
@@ -73,10 +81,44 @@ def wait_for_key(store: dist.Store, key: str, rank: int, timeout_s: float) -> st
                 return text
         except RuntimeError:  # the process that has the store is gone
             return LATE
-        if time.monotonic() >= deadline:
-            return LATE
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return LATE
+
+
+def wait_for_keys(store: dist.Store, keys: dict[int, str], timeout_s: float) -> dict[int, str]:
+    """Wait until every rank has set its key, one of them has ended with an error, or the time is over.
+
+    Args:
+        keys: rank -> key.
+
+    Returns: rank -> error of those that ended with one; without any, those that are late; {} if all keys are set.
+    Cost: a request for 256 keys, and one for each poll.
+    """
+    names = list(keys.values())
+    blocks = [names[first : first + _BLOCK] for first in range(0, len(names), _BLOCK)]
+    for _ in _polls(timeout_s):
+        while blocks and store.check(blocks[0]):
+            blocks.pop(0)
+        if not blocks:
+            return {}
+        if store.check([_ANY]) and (errors := _errors_of_absent(store, keys)):
+            return errors
+    return {rank: LATE for rank, key in keys.items() if not store.check([key])}
+
+
+def _errors_of_absent(store: dist.Store, keys: dict[int, str]) -> dict[int, str]:
+    texts = {rank: uncaught_error_of(rank, store) for rank, key in keys.items() if not store.check([key])}
+    return {rank: text for rank, text in texts.items() if text}
+
+
+def _polls(timeout_s: float, waiting: int = 1) -> Iterator[None]:
+    """Once now, and then after longer and longer pauses until the time is over."""
+    deadline, pause = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
+    longest = max(_LONGEST_PAUSE_S, _PAUSE_PER_RANK_S * waiting)
+    yield
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, longest)
+        yield
 
 
 # -- printed errors --------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def virtual_tokens(model: nn.Module) -> VirtualTokens:
     configs = getattr(model, "peft_config", None)
     name = getattr(model, "active_adapter", None)
     config = configs.get(name) if isinstance(configs, dict) and isinstance(name, str) else None
-    if not getattr(config, "is_prompt_learning", False) or getattr(model, "_adapters_disabled", False):
+    if config is None or not config.is_prompt_learning or getattr(model, "_adapters_disabled", False):
         return VirtualTokens()
     kind = getattr(config.peft_type, "value", config.peft_type)
     return VirtualTokens(model, config.num_virtual_tokens, kind in _IN_THE_CACHE)

@@ -37,7 +37,8 @@ def meet(facts_of, absent=(), timeout_s: float = 20.0, ranks: int = RANKS, store
 
     def body(rank: int) -> None:
         try:
-            Meeting(judge if rank == 0 else store, tuple(range(ranks)), rank, "a call").compare(facts_of(rank), timeout_s)
+            own = judge if rank == 0 else store
+            Meeting(own, tuple(range(ranks)), rank, "a call").compare(facts_of(rank), timeout_s)
         except HandshakeError as error:
             errors[rank] = error
 
@@ -92,7 +93,8 @@ def test_an_error_of_the_last_rank_is_told_at_once(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["files", "tcp"])
 def test_other_stores(kind, tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), -1) if kind == "files" else dist.TCPStore("127.0.0.1", 0, None, True)
+    files = dist.FileStore(str(tmp_path / "store"), -1)
+    store = files if kind == "files" else dist.TCPStore("127.0.0.1", 0, None, True)
     assert not meet(lambda rank: {"a": "1"}, ranks=4, store=store)[0]
     errors, _ = meet(lambda rank: {"a": str(rank // 2)}, ranks=4, store=store)
     assert "ranks 2, 3" in str(errors[3])

@@ -138,10 +138,10 @@ def test_a_manifest_with_invalid_content(kind, copied):
 
 
 def test_a_format_that_is_newer(copied):
-    sign(copied / STEP, lambda document: document.update(version=2))
+    sign(copied / STEP, lambda document: document.update(version=3))
     error = refusal(copied)
     assert error.slugs == ("newer-format",)
-    assert "version 2" in str(error) and "newer version of parallelize" in str(error)
+    assert "version 3" in str(error) and "newer version of parallelize" in str(error)
 
 
 def test_a_manifest_of_another_format(copied):

@@ -26,6 +26,7 @@ from parallelize.base.errors import CheckpointError, Problem, short_list
 from parallelize.base.files.paths import read_small
 from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.format.manifest import NAME, Manifest
+from parallelize.checkpoint.format.saved_slices import files_of
 
 LATEST = "latest"
 _PUBLISHED = re.compile(r"step-(\d{8,18})")
@@ -338,7 +339,7 @@ def missing_files(manifest: Manifest, present: Collection[str], where: str, fix:
 
 def _missing(manifest: Manifest, files: list[str], node: str, where: str, fix: str) -> Problem:
     absent = set(files)
-    tensors = [name for name, saved in manifest.tensors.items() if any(part.file in absent for part in saved.slices)]
+    tensors = [name for name, saved in manifest.tensors.items() if not absent.isdisjoint(files_of(saved.slices))]
     rows = [("node", node)] if node else []
     rows += [("files", short_list(files, 6)), ("tensors", f"{len(tensors)}: {short_list(tensors, 4)}")]
     what = f"{len(files)} of the {len(manifest.files)} files of step {manifest.step} are missing"

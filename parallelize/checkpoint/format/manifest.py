@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its files, the slices of tensors that they contain, and all state that is not tensors.
 
     {"digest": "<digest of the value of manifest>", "manifest":
-    {"format": ..., "version": 1, "step": ..., "about": ..., "files": ..., "tensors": ..., "state": ...}}
+    {"format": ..., "version": 2, "step": ..., "about": ..., "files": ..., "tensors": ..., "groups": ..., "state": ...}}
 
 A folder is a checkpoint if and only if it has a valid manifest. Does not import torch.
 """
@@ -9,31 +9,24 @@ A folder is a checkpoint if and only if it has a valid manifest. Does not import
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallelize.base.boxes import Box, contains, full_box, overlapping, volume
+from parallelize.base.boxes import contains, full_box, overlapping, volume
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.digests import DIGEST_BYTES, digest_of
 from parallelize.base.files.paths import check_name, open_file, read_small
 from parallelize.base.files.strict_json import read_json, write_json
 from parallelize.checkpoint.format.header import SIZES, FileInfo
+from parallelize.checkpoint.format.saved_slices import Grid, Read, SavedSlice, Written, size
 
 NAME = "manifest.json"
-FORMAT, VERSION = "parallelize-checkpoint", 1
+FORMAT, VERSION = "parallelize-checkpoint", 2
+_VERSIONS = (1, VERSION)  # the first one had no grids
 _OPENING = b'{"digest":"'
 _BETWEEN = b'","manifest":\n'
-
-
-@dataclass(frozen=True)
-class SavedSlice:
-    """A box of a tensor, and the file and entry in which it is saved."""
-
-    file: str
-    key: str
-    box: Box
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class SavedTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    slices: tuple[SavedSlice, ...]
+    slices: Sequence[SavedSlice]
     about: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -77,7 +70,7 @@ class Manifest:
     digest: str = ""
 
     def to_bytes(self) -> bytes:
-        numbers = {name: number for number, name in enumerate(self.files)}
+        written = Written(list(self.files))
         body = write_json(
             {
                 "format": FORMAT,
@@ -86,15 +79,10 @@ class Manifest:
                 "about": self.about,
                 "files": {info.name: [info.num_bytes, info.header] for info in self.files.values()},
                 "tensors": {
-                    saved.name: [
-                        saved.dtype,
-                        list(saved.shape),
-                        # tuples: not followed by gc
-                        [(numbers[part.file], part.key, *part.box) for part in saved.slices],
-                        saved.about,
-                    ]
+                    saved.name: [saved.dtype, list(saved.shape), written.rows(saved.slices), saved.about]
                     for saved in self.tensors.values()
                 },
+                "groups": written.groups,
                 "state": self.state,
             }
         )
@@ -137,8 +125,8 @@ def manifest_from(text: bytes, where: str) -> Manifest:
     fields = read_json(body, where)
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise CheckpointError(Problem("not-a-checkpoint", f"is not of the format {FORMAT}", where))
-    if fields.get("version") != VERSION:
-        what = f"has version {fields.get('version')!r} of the format, and this package reads version {VERSION}"
+    if fields.get("version") not in _VERSIONS or isinstance(fields["version"], bool):
+        what = f"has version {fields.get('version')!r} of the format, and this package reads up to version {VERSION}"
         raise CheckpointError(Problem("newer-format", what, where, fix="use a newer version of parallelize"))
     try:
         return _manifest(fields, expected.decode(), where)
@@ -150,42 +138,38 @@ def manifest_from(text: bytes, where: str) -> Manifest:
 def _manifest(fields: dict[str, Any], digest: str, where: str) -> Manifest:
     """Parse the fields and check their types. `check_tensors` checks the slices."""
     files = {
-        name: FileInfo(check_name(name, where), _size(size), str(header))
-        for name, (size, header) in fields["files"].items()
+        name: FileInfo(check_name(name, where), size(length), str(header))
+        for name, (length, header) in fields["files"].items()
     }
-    names = list(files)
-    tensors = {}
+    read, tensors = Read(list(files), fields.get("groups", ())), {}
     for name, (dtype, shape, rows, about) in fields["tensors"].items():
-        slices = tuple(
-            SavedSlice(names[_size(number)], str(key), tuple((_size(a), _size(b)) for a, b in box))
-            for number, key, *box in rows
-        )
+        sizes = tuple(map(size, shape))
+        slices = read.slices(sizes, rows)
         if dtype not in SIZES or not isinstance(about, dict):
             raise ValueError(f"tensor {name[:80]}")
-        tensors[name] = SavedTensor(name, dtype, tuple(map(_size, shape)), slices, about)
+        tensors[name] = SavedTensor(name, dtype, sizes, slices, about)
     check_tensors(tensors.values(), where)
     about, state = fields["about"], fields["state"]
     if not isinstance(about, dict) or not isinstance(state, dict):
         raise ValueError("about or state")
-    return Manifest(_size(fields["step"]), about, files, tensors, state, digest)
-
-
-def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{str(value)[:40]} is not a size")
-    return value
+    return Manifest(size(fields["step"]), about, files, tensors, state, digest)
 
 
 def check_tensors(tensors: Iterable[SavedTensor], where: str) -> None:
     """Check that every element of every tensor is in exactly one slice. Raises: CheckpointError `not-covered`."""
     problems = []
     for saved in tensors:
+        if isinstance(saved.slices, Grid):
+            if not saved.slices.is_whole:
+                what = f"{saved.name} of {list(saved.shape)}: {len(saved.slices)} slices, cut at {saved.slices.cuts}"
+                problems.append(Problem("not-covered", what[:200], where))
+            continue
         boxes = [part.box for part in saved.slices]
-        covered, size = sum(map(volume, boxes)), volume(full_box(saved.shape))
+        covered, elements = sum(map(volume, boxes)), volume(full_box(saved.shape))
         inside = all(contains(saved.shape, box) for box in boxes)
         overlap = overlapping([box for box in boxes if volume(box)]) if inside and len(boxes) > 1 else None
-        if not inside or covered != size or overlap:
-            what = f"{saved.name} of {list(saved.shape)}: slices of {covered} elements for {size}"
+        if not inside or covered != elements or overlap:
+            what = f"{saved.name} of {list(saved.shape)}: slices of {covered} elements for {elements}"
             what += f"; {overlap[0]} and {overlap[1]} overlap" if overlap else ""
             problems.append(Problem("not-covered", what, where))
     if problems:

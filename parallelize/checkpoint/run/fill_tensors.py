@@ -29,8 +29,9 @@ from parallelize.base.boxes import (
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.checkpoint.format.device_pieces import Arena, empty, torch_dtype
 from parallelize.checkpoint.format.header import TensorEntry
-from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor
+from parallelize.checkpoint.format.manifest import Manifest, SavedTensor
 from parallelize.checkpoint.format.reader import Buffers, TensorFile
+from parallelize.checkpoint.format.saved_slices import SavedSlice, overlapping_slices
 from parallelize.state.stored_slices import StoredTensor, clear_padding
 
 T = torch.Tensor
@@ -122,7 +123,7 @@ def jobs_for(files: Files, saved: SavedTensor, stored: StoredTensor, into: T, hi
     """
     jobs = []
     for pair in stored.slices:
-        for saved_slice in saved.slices:
+        for saved_slice in overlapping_slices(saved.slices, pair.box):
             part = pair.within(saved_slice.box)
             if part is None:
                 continue
@@ -198,7 +199,7 @@ def read_full(files: Files, name: str, check: bool = True) -> T:
 
 def read_box(files: Files, saved: SavedTensor, box: Box, out: T, check: bool = True) -> None:
     """Read a box of a tensor into `out`, from the slices in which it was saved."""
-    for saved_slice in saved.slices:
+    for saved_slice in overlapping_slices(saved.slices, box):
         shared = intersection(box, saved_slice.box)
         if shared is not None:
             entry_of(files, saved, saved_slice)

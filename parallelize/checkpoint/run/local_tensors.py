@@ -24,6 +24,7 @@ from parallelize.base.errors import CheckpointError, ModelError, Problem
 from parallelize.base.layout import even_interval, replicated
 from parallelize.base.mesh import EXPERT_AXES
 from parallelize.checkpoint.format.device_pieces import code_of
+from parallelize.checkpoint.format.saved_slices import key_of
 from parallelize.comm.mesh_view import AnyMesh, MeshView
 from parallelize.plan.model_facts import named_once
 from parallelize.state.full_values import master_weights
@@ -93,7 +94,7 @@ class LocalTensor:
                     continue
                 value = value[start:stop]
                 box = ((box[0][0] + start, box[0][0] + stop), *box[1:])
-            yield BoxToWrite(self.name if number == 0 else f"{self.name}@{number}", box, value)
+            yield BoxToWrite(key_of(self.name, number), box, value)
             number += 1
 
     def _num_parts(self, sizes: list[int]) -> int:

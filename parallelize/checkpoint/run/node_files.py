@@ -25,6 +25,7 @@ from parallelize.checkpoint.format.device_pieces import empty, torch_dtype
 from parallelize.checkpoint.format.folders import check_files
 from parallelize.checkpoint.format.json_codec import stored_keys
 from parallelize.checkpoint.format.manifest import NAME, Manifest, manifest_from, read_digest, read_manifest
+from parallelize.checkpoint.format.saved_slices import files_of
 from parallelize.checkpoint.run.fill_tensors import Files, ReadJob, prepare_jobs
 from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error
 from parallelize.checkpoint.run.run_contents import Run
@@ -92,9 +93,9 @@ class NodeFiles:
         files, jobs = self.files, list[ReadJob]()
         for name in sorted(set(needed_state(self.manifest, run, self.sync.rank))):
             saved = self.manifest.tensors.get(name)
-            if saved is None or not any(part.file in files.absent for part in saved.slices):
+            if saved is None or files.absent.isdisjoint(files_of(saved.slices)):
                 continue
-            if saved.num_bytes > sum(self.manifest.files[part.file].num_bytes for part in saved.slices):
+            if saved.num_bytes > sum(self.manifest.files[file].num_bytes for file in files_of(saved.slices)):
                 what = f"{name} of {list(saved.shape)} is larger than the files that contain it"
                 raise CheckpointError(Problem("wrong-entry", what, str(files.folder)))
             full = files.received[name] = empty(saved.shape, torch_dtype(saved.dtype))

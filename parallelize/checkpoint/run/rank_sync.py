@@ -6,7 +6,8 @@ only by `swap`, for ranks that read files of other nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -62,8 +63,9 @@ class RankSync:
         """Whether this is the first rank, which does what only one rank may do."""
         return self.rank == 0
 
-    def gather(self, value: Any) -> list[Any] | None:
-        """Every rank's value on the first rank; None on the others. Values are plain, as in JSON."""
+    def gather(self, value: Any) -> Sequence[Any] | None:
+        """Every rank's value on the first rank; None on the others. Values are plain, as in JSON; each is decoded when
+        it is read, because together they may need gigabytes."""
         if self.group is None and not self.lost:
             return [value]
         message = _packed(value)
@@ -79,7 +81,7 @@ class RankSync:
             dist.gather(padded, messages, dst=self.ranks[0], group=self.group)
         if messages is None:
             return None
-        return [_unpacked(message[: int(size)]) for message, size in zip(messages, sizes, strict=True)]
+        return _Messages([message[: int(size)] for message, size in zip(messages, sizes, strict=True)])
 
     def broadcast(self, value: Any = None, source: int = 0) -> Any:
         """The value of one rank, by default the first, on every rank. `source`: its index in `ranks`."""
@@ -189,10 +191,30 @@ def as_parallelize_error(error: Exception) -> ParallelizeError:
     return converted
 
 
+class _Messages(Sequence[Any]):
+    """Values that are decoded when they are read."""
+
+    def __init__(self, messages: list[torch.Tensor]):
+        self._messages = messages
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _unpacked(self._messages[index])
+
+
+_ZLIB = 0x78
+"""The first byte of what zlib wrote, with which no JSON begins."""
+
+
 def _packed(value: Any) -> torch.Tensor:
     text = write_json(value)
+    if len(text) > _SHORT_BYTES:
+        text = zlib.compress(text, 1)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _unpacked(data: torch.Tensor) -> Any:
-    return read_json(bytes(bytes_of(data)), "another rank's message")
+    text = bytes(bytes_of(data))
+    return read_json(zlib.decompress(text) if text[0] == _ZLIB else text, "another rank's message")

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,12 @@ from typing import Any
 import torch
 
 from parallelize.base.agreement import problem_from_json, problems_to_json, ranks_by_value
+from parallelize.base.boxes import Box
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.format.header import FileInfo
-from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor, check_tensors
+from parallelize.checkpoint.format.manifest import Manifest, SavedTensor, check_tensors
+from parallelize.checkpoint.format.saved_slices import arranged
 from parallelize.checkpoint.format.writer import write_tensors
 from parallelize.checkpoint.run import optimizer_state as optimizers
 from parallelize.checkpoint.run.node_files import Nodes, one_node, publish_on_nodes
@@ -67,9 +68,8 @@ def write_snapshot(
     reports = sync.gather(_report(file, snapshot, error))
     outcome = None
     if reports is not None:
-        by_rank = dict(zip(sync.ranks, reports, strict=False))
         publish = _manifest_text if nodes.several else partial(_publish, root, writing)
-        outcome = publish(snapshot.step, by_rank, about)
+        outcome = publish(snapshot.step, Reports(sync.ranks, reports), about)
     outcome = sync.broadcast(outcome)
     if isinstance(outcome, list) and nodes.is_leader:
         folders.abandon(writing)
@@ -125,7 +125,17 @@ Failed = list[tuple[int | None, Any]]
 """(rank, problem) of everything that went wrong; without a rank for disagreements."""
 
 
-def _publish(root: Path, writing: Path, step: int, reports: dict[int, Report], about: dict[str, Any]) -> str | Failed:
+class Reports:
+    """What the ranks tell of their parts of a save. Each report is decoded once, or again where an error needs it."""
+
+    def __init__(self, ranks: Sequence[int], reports: Sequence[Report]):
+        self.ranks, self._reports = ranks, reports
+
+    def __iter__(self) -> Iterator[tuple[int, Report]]:
+        return zip(self.ranks, self._reports, strict=False)
+
+
+def _publish(root: Path, writing: Path, step: int, reports: Reports, about: dict[str, Any]) -> str | Failed:
     """Publish the checkpoint in the folder of all ranks. Returns the folder's name, or the problems."""
     text = _manifest_text(step, reports, about)
     if isinstance(text, list):
@@ -133,54 +143,76 @@ def _publish(root: Path, writing: Path, step: int, reports: dict[int, Report], a
     try:
         return folders.publish(root, writing, step, text.encode()).name
     except Exception as error:
-        return [(next(iter(reports)), problem) for problem in problems_to_json(as_parallelize_error(error).problems)]
+        return [(reports.ranks[0], problem) for problem in problems_to_json(as_parallelize_error(error).problems)]
 
 
-def _manifest_text(step: int, reports: dict[int, Report], about: dict[str, Any]) -> str | Failed:
+def _manifest_text(step: int, reports: Reports, about: dict[str, Any]) -> str | Failed:
     """The manifest of what all ranks have written, or the problems."""
-    problems: Failed = [(rank, problem) for rank, report in reports.items() for problem in report.get("problems", ())]
-    if problems:
-        return problems
     try:
-        return _manifest(step, reports, about).to_bytes().decode()
+        merged = _merged(reports)
+        return merged.problems or merged.manifest(step, about).to_bytes().decode()
     except Exception as error:
         return [(None, problem) for problem in problems_to_json(as_parallelize_error(error).problems)]
 
 
-def _manifest(step: int, reports: dict[int, Report], about: dict[str, Any]) -> Manifest:
-    """The manifest of what all ranks have written. Raises: CheckpointError `not-covered`, `steps-differ`,
-    `ranks-differ`."""
-    _check_steps(reports)
-    files: dict[str, FileInfo] = {}
-    described: dict[str, tuple[str, list[int], dict[str, Any]]] = {}
-    slices: dict[str, list[SavedSlice]] = defaultdict(list)  # lists, so that the time is linear in the number of slices
-    for report in reports.values():
-        if report["file"] is not None:
-            info = FileInfo(*report["file"])
-            files[info.name] = info
-        for name, (dtype, shape, boxes, metadata) in report["tensors"].items():
-            if name in described and described[name][:2] != (dtype, shape):
-                raise _ranks_differ(name, reports)
-            described[name] = (dtype, shape, metadata)
-            slices[name] += [SavedSlice(report["file"][0], key, tuple((a, b) for a, b in box)) for key, box in boxes]
-    tensors = {
-        name: SavedTensor(name, dtype, tuple(shape), tuple(slices[name]), metadata)
-        for name, (dtype, shape, metadata) in described.items()
-    }
-    check_tensors(tensors.values(), "what the ranks have written")
-    return Manifest(step, about, files, tensors, _merge_states([report["state"] for report in reports.values()]))
-
-
-def _check_steps(reports: dict[int, Report]) -> None:
-    steps = [(rank, f"save({report['step']})") for rank, report in reports.items()]
+def _merged(reports: Reports) -> _Merge:
+    """Raises: CheckpointError `steps-differ`, `ranks-differ`."""
+    merged, steps, differs = _Merge(), [], None
+    for rank, report in reports:
+        if "problems" in report:
+            merged.problems += [(rank, problem) for problem in report["problems"]]
+            continue
+        steps.append((rank, f"save({report['step']})"))
+        differs = differs or merged.add(report)
+    if merged.problems:
+        return merged
     if len({call for _, call in steps}) > 1:
         what = "the ranks save different steps as one checkpoint"
         fix = "call save with the same step on every rank"
         raise CheckpointError(Problem("steps-differ", what, rows=ranks_by_value(steps), fix=fix))
+    if differs:
+        raise _ranks_differ(differs, reports)
+    return merged
 
 
-def _ranks_differ(name: str, reports: dict[int, Report]) -> CheckpointError:
-    written = [(rank, report["tensors"][name]) for rank, report in reports.items() if name in report["tensors"]]
+class _Merge:
+    """What ranks have written, put together report by report."""
+
+    def __init__(self) -> None:
+        self.problems: Failed = []
+        self.files: dict[str, FileInfo] = {}
+        self.states: list[dict[str, Any]] = []
+        self._described: dict[str, tuple[str, list[int], dict[str, Any]]] = {}
+        self._rows: dict[str, list[tuple[str, str, Box]]] = {}
+
+    def add(self, report: Report) -> str | None:
+        """Returns: the name of a tensor that has another dtype or shape on an earlier rank."""
+        self.states.append(report["state"])
+        if report["file"] is not None:
+            info = FileInfo(*report["file"])
+            self.files[info.name] = info
+        differs = None
+        for name, (dtype, shape, boxes, metadata) in report["tensors"].items():
+            if self._described.get(name, (dtype, shape))[:2] != (dtype, shape):
+                differs = name
+            self._described[name] = (dtype, shape, metadata)
+            rows = self._rows.setdefault(name, [])
+            # the name once, although each report has it
+            rows += [(info.name, name if key == name else key, tuple((a, b) for a, b in box)) for key, box in boxes]
+        return differs
+
+    def manifest(self, step: int, about: dict[str, Any]) -> Manifest:
+        """Raises: CheckpointError `not-covered`."""
+        tensors = {
+            name: SavedTensor(name, dtype, tuple(shape), arranged(tuple(shape), self._rows.pop(name)), metadata)
+            for name, (dtype, shape, metadata) in self._described.items()
+        }
+        check_tensors(tensors.values(), "what the ranks have written")
+        return Manifest(step, about, self.files, tensors, _merge_states(self.states))
+
+
+def _ranks_differ(name: str, reports: Reports) -> CheckpointError:
+    written = [(rank, report["tensors"][name]) for rank, report in reports if name in report["tensors"]]
     rows = ranks_by_value([(rank, f"{dtype} {shape}") for rank, (dtype, shape, _, _) in written])
     what = f"{name} does not have the same dtype and shape on every rank"
     fix = "build the model and its optimizer with the same dtypes and shapes on every rank"

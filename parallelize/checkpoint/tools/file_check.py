@@ -17,7 +17,8 @@ from parallelize.base.errors import CheckpointError, Problem
 from parallelize.base.files.digests import BLOCK_BYTES, digest_of, read_digests
 from parallelize.checkpoint.format.gather import Source, gathered, sources_of, step_folders
 from parallelize.checkpoint.format.header import FileInfo, Header, TensorEntry, read_header
-from parallelize.checkpoint.format.manifest import NAME, Manifest, SavedSlice, SavedTensor
+from parallelize.checkpoint.format.manifest import NAME, Manifest, SavedTensor
+from parallelize.checkpoint.format.saved_slices import SavedSlice
 from parallelize.checkpoint.hub.file_shards import INDEX
 from parallelize.checkpoint.tools.contents import is_hub_folder, opened, weight_files
 

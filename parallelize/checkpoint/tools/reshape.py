@@ -38,7 +38,8 @@ from parallelize.checkpoint.format.folders import KEY as NODES
 from parallelize.checkpoint.format.gather import GatheredCheckpoint, Source, gather, sources_of
 from parallelize.checkpoint.format.header import SIZES
 from parallelize.checkpoint.format.json_codec import stored_keys
-from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor, check_tensors
+from parallelize.checkpoint.format.manifest import Manifest, SavedTensor, check_tensors
+from parallelize.checkpoint.format.saved_slices import arranged, key_of
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.hub.quantized_tensors import in_source_order
 from parallelize.checkpoint.run.fill_tensors import Files, read_box
@@ -369,10 +370,10 @@ def _add_slices(tensor: NewTensor, mesh: MeshSpec, by_rank: dict[int, list[Tenso
     for rank, box in written_boxes(saved.name, saved.shape, SIZES[saved.dtype], tensor.sharding, mesh):
         number = num_slices.get(rank, 0)
         num_slices[rank] = number + 1
-        key = saved.name if number == 0 else f"{saved.name}@{number}"
+        key = key_of(saved.name, number)
         by_rank.setdefault(rank, []).append(TensorToWrite(key, saved.dtype, shape_of(box), partial(tensor.read, box)))
-        slices.append(SavedSlice(folders.rank_file(rank), key, box))
-    return replace(saved, slices=tuple(slices))
+        slices.append((folders.rank_file(rank), key, box))
+    return replace(saved, slices=arranged(saved.shape, slices))
 
 
 @contextmanager

@@ -997,7 +997,7 @@ def rename_file(name: str) -> Callable[[Path], None]:
 
 
 MANIFESTS: dict[str, Callable[[Path], None]] = {
-    "newer version": manifest_of(lambda d: put(d, "version", 2)),
+    "newer version": manifest_of(lambda d: put(d, "version", 3)),
     "version as text": manifest_of(lambda d: put(d, "version", "1")),
     "no version": manifest_of(lambda d: d.pop("version") and None),
     "other format": manifest_of(lambda d: put(d, "format", "x")),

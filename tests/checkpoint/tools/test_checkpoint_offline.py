@@ -171,7 +171,7 @@ def test_every_element_has_one_owner_on_the_stage_it_belongs_to(shape, sharding)
 
 
 def _slice(rank: int, box: Any) -> Any:
-    from parallelize.checkpoint.format.manifest import SavedSlice
+    from parallelize.checkpoint.format.saved_slices import SavedSlice
 
     return SavedSlice(f"rank-{rank:05d}.safetensors", "w", box)
 

@@ -28,6 +28,7 @@ from parallelize.checkpoint.format.saved_slices import key_of
 from parallelize.comm.mesh_view import AnyMesh, MeshView
 from parallelize.plan.model_facts import named_once
 from parallelize.state.full_values import master_weights
+from parallelize.state.later_changes import take_changes
 from parallelize.state.records import mesh_of, pipeline_cut, record_of
 from parallelize.state.stored_slices import StoredSlices, StoredTensor
 
@@ -200,12 +201,14 @@ def bare(module: nn.Module) -> nn.Module:
 
 def weights(on_mesh: ModelOnMesh) -> list[LocalTensor]:
     """The model's parameters in the dtype in which they are stepped, and its persistent buffers: `model/<name>`."""
+    take_changes(on_mesh.module)
     return parameters(on_mesh, master_weights(on_mesh.module))
 
 
 def parameters(on_mesh: ModelOnMesh, masters: Mapping[int, Any] | None = None) -> list[LocalTensor]:
     """The model's own parameters and persistent buffers. `masters`: id of a parameter -> what is saved instead of
     it."""
+    take_changes(on_mesh.module)
     data, where, masters = data_of(on_mesh.module), StoredSlices(on_mesh.module), masters or {}
     compute = getattr(data, "compute", None)
     tensors = []
@@ -220,6 +223,7 @@ def parameters(on_mesh: ModelOnMesh, masters: Mapping[int, Any] | None = None) -
 
 def targets(on_mesh: ModelOnMesh) -> list[LocalTensor]:
     """What loading fills: every parameter as the model stores it, the float32 copies of the optimizer, and buffers."""
+    take_changes(on_mesh.module)
     data, where = data_of(on_mesh.module), StoredSlices(on_mesh.module)
     names_of = {id(parameter): names for names, parameter in named_once(on_mesh.module)}
 

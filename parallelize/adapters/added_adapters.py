@@ -210,7 +210,8 @@ def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, added: dict[s
         over_all_axes = _renamed(over_all_axes, plan, facts, rows)
     new = replace(resolved, modules=rows.modules, parameters=rows.parameters, regions=(), attributes={})
     Sharder(0, None, None).shard(model, new, partial(axis_of_layout, tp=record.tp, folded=record.folded))
-    rebind_parameters([(added.pop(name), model.get_parameter(name)) for name in list(added)])
+    layouts = {name: row.layout for row in rows.parameters.values() for name in row.fact.names}
+    rebind_parameters([(added.pop(name), model.get_parameter(name), layouts[name]) for name in list(added)])
     part = replace(facts, modules={name: facts.modules[name] for name in _modules_of(facts, rows)})
     Installer(record.tp, record.group, part, resolved, record.pending_reductions).install_added()
     mark_applied(model, plan=replace(record, resolved=resolved), resolved=over_all_axes)

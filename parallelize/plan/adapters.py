@@ -109,6 +109,26 @@ def refuse_over_axes(model: ModelFacts, mesh: MeshSpec) -> None:
         raise PlanError(*problems)
 
 
+def without_trained_rows(plan: Plan, model: ModelFacts) -> Plan:
+    """The plan, on a mesh without tp, without the rules of embeddings of which some rows train; the same plan where
+    there are none.
+
+    Raises: PlanError `unplanned-adapter` for a head that has such rows too, as one that is tied to its embedding.
+    """
+    trained = [name.removesuffix(TOKENS) for name in model.modules if name.endswith(TOKENS)]
+    if not trained:
+        return plan
+
+    def names_trained(rule: Rule) -> bool:
+        return any(matches(pattern, name) for pattern in alternatives(rule.pattern) for name in trained)
+
+    heads = [rule for rule in plan.rules if names_trained(rule) and rule.style.options.get("output") == "vocabulary"]
+    if heads:
+        what = f"{heads[0].pattern} trains some rows (trainable_token_indices), and a fused loss takes its weight alone"
+        raise PlanError(Problem("unplanned-adapter", what, heads[0].where, fix="fuse_loss=False"))
+    return replace(plan, rules=tuple(rule for rule in plan.rules if not names_trained(rule)), on_unclaimed="leave")
+
+
 def renamed(plan: Plan, rename: Callable[[str], str]) -> Plan:
     """The plan with every name and pattern replaced; what becomes empty stays empty."""
 

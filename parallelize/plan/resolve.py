@@ -14,7 +14,14 @@ from functools import partial
 
 from parallelize.base.errors import ModelError, PlanError, Problem, did_you_mean
 from parallelize.base.mesh import MeshSpec
-from parallelize.plan.adapters import PROMPTS, for_adapters, peft_prefix, refuse_over_axes, renamed
+from parallelize.plan.adapters import (
+    PROMPTS,
+    for_adapters,
+    peft_prefix,
+    refuse_over_axes,
+    renamed,
+    without_trained_rows,
+)
 from parallelize.plan.local_rows import Attributes, check_batch_parts
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
@@ -122,7 +129,7 @@ def _tensor_rows(
     if plan.name == NO_PLAN.name and not plan.rules:
         what = "fuse_loss needs a plan that names the head, and this model has none"
         raise PlanError(Problem("no-vocabulary-output", what, fix="a plan with `lm_head: colwise(output=vocabulary)`"))
-    fused = tensor_rows(replace(plan, options=replace(options, fuse_loss=True)), model, 1)
+    fused = tensor_rows(replace(without_trained_rows(plan, model), options=replace(options, fuse_loss=True)), model, 1)
     return replace(rows, modules={fqn: row for fqn, row in fused.modules.items() if row.contract.defers_logits})
 
 

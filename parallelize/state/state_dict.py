@@ -39,7 +39,9 @@ def install_state_hooks(module: nn.Module) -> None:
 def _to_stored_order(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Convert what is loaded to what the parameters store."""
     for key, row in applied(module).state_rows.items():
-        value, parameter = state.get(prefix + key), module._parameters[key]
+        value, parameter = state.get(prefix + key), module._parameters.get(key)
+        if parameter is None:  # a wrapper, such as that of PEFT's `modules_to_save`, has taken it
+            continue
         if not isinstance(value, torch.Tensor) or _is_stored_alike(value, row, parameter):
             continue
         if tuple(value.shape) != row.layout.shape:

@@ -57,6 +57,10 @@ def _fits(axis: Axis, kind: Kind) -> bool:
     return not axis.mixture or "experts" in kind.traits
 
 
+NO_REFERENCE = "no-reference"
+"""In the place of a slug: one process cannot do what the rows of a cell ask for."""
+
+
 def run_cell(feature_name: str, kind_name: str, axis_name: str, pool: Any = None) -> Verdict:
     """A cell on ranks that are threads, or on the processes of a pool, which may be that of the caller."""
     feature, kind, axis = feature_of(feature_name), KINDS[kind_name], AXES[axis_name]
@@ -65,6 +69,12 @@ def run_cell(feature_name: str, kind_name: str, axis_name: str, pool: Any = None
         bounds = bounds_of(feature, kind_name, axis.deep, expected)
     except ParallelizeError as error:  # of a mesh of one rank, which is refused too
         return _refusal({**feature.refused, **kind.refused}, error)
+    except Exception as error:
+        if "+" in feature_name and not feature.one_rank:  # rows that plain PyTorch cannot do in one loop either
+            return Verdict(REFUSED, NO_REFERENCE, "".join(traceback.format_exception(error)))
+        raise
+    if "+" in feature_name and not all(value.isfinite().all() for value in expected.values()):
+        return Verdict(REFUSED, NO_REFERENCE)  # such as a mean over no targets
     return judge(feature, kind, *ranks_of(feature, kind_name, kind, axis, pool), expected, bounds)
 
 

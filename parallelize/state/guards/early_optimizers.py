@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallelize.base.errors import ModelError, Problem
+from parallelize.base.layout import Layout
+from parallelize.state.sharding import reshard_like
 
 
 def refuse_early_optimizers(module: nn.Module, replaced: Iterable[str] | None = None) -> None:
@@ -45,30 +49,46 @@ def refuse_early_optimizers(module: nn.Module, replaced: Iterable[str] | None = 
         raise ModelError(Problem("early-optimizer", what, fix=fix))
 
 
-def rebind_parameters(replaced: Sequence[tuple[Any, Any]]) -> None:
+def rebind_parameters(replaced: Sequence[tuple[Any, Any, Layout]]) -> None:
     """Let lists and dictionaries that have parameters of the model, as those of optimizers, have what takes their
-    places.
+    places. The state of an optimizer, which was loaded before the first step, goes with them: values of the full shape
+    are divided as the parameter is.
 
     Args:
-        replaced: (parameter, new one) of each, of which none was stepped yet. Nothing else refers to a parameter, but
-            what uses it.
+        replaced: (parameter, new one, its layout) of each, of which none was stepped yet. Nothing else refers to a
+            parameter, but what uses it.
     """
-    new_of = {id(old): new for old, new in replaced}
-    for old, _ in replaced:
+    new_of = {id(old): (new, layout) for old, new, layout in replaced}
+    for old, _, _ in replaced:
         if sys.getrefcount(old) > _IN_LOOP:
             for holder in gc.get_referrers(old):  # inspects every object of the process, once for each holder or so
                 _replace_in(holder, new_of)
 
 
 _IN_LOOP = 3
-"""References to a parameter above: of its pair, of the variable, and of the call."""
+"""References to a parameter above: of its tuple, of the variable, and of the call."""
 
 
-def _replace_in(holder: Any, new_of: Mapping[int, Any]) -> None:
+def _replace_in(holder: Any, new_of: Mapping[int, tuple[Any, Layout]]) -> None:
     if type(holder) is list:
-        holder[:] = [new_of.get(id(value), value) for value in holder]
-    elif type(holder) is dict:
-        holder.update({key: new_of[id(value)] for key, value in holder.items() if id(value) in new_of})
+        holder[:] = [new_of[id(value)][0] if id(value) in new_of else value for value in holder]
+    elif type(holder) in (dict, defaultdict):
+        holder.update({key: new_of[id(value)][0] for key, value in holder.items() if id(value) in new_of})
+        for old in [key for key in holder if id(key) in new_of]:
+            new, layout = new_of[id(old)]
+            holder[new] = _state_of(new, layout, old, holder.pop(old))
+
+
+def _state_of(new: Any, layout: Layout, old: Any, state: Any) -> Any:
+    """The state of a parameter, for what takes its place."""
+    if type(state) is not dict or not isinstance(new, DTensor):
+        return state
+    return {
+        key: reshard_like(value, layout, new)
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == old.shape
+        else value
+        for key, value in state.items()
+    }
 
 
 def _referenced_elsewhere(module: nn.Module) -> bool:

@@ -97,7 +97,10 @@ change(
     placed=_checkpointed,
     needs={"stock"},
     apart={"replay"},
-    refused_with={"recompute*": {"foreign-recompute": "a forward would run three times"}},
+    refused_with={
+        "recompute*": {"foreign-recompute": "a forward would run three times"},
+        "first layer": {"unplaceable-draw": "a replay by PyTorch's checkpoint has no module by which draws are placed"},
+    },
 )
 change(  # without vision, whose layers call one dropout twice, so that a recompute cannot place its draws
     "dropout_checkpointed_by_transformers",
@@ -139,7 +142,12 @@ def overlap_under_reentrant_checkpointing(side: Side) -> None:
     _with_checkpointing(side, reentrant=True, overlap="chunked")
 
 
-change("overlap_in_chunks", options={"overlap": "chunked"}, on=_over_tp)
+NO_LINEAR = {
+    "no-overlap": "all linears have adapters",
+    "ranks-disagree": "those of a stage have",
+    "added-parameter": "a linear that overlaps has no place for an adapter that comes later",
+}
+change("overlap_in_chunks", options={"overlap": "chunked"}, on=_over_tp, refused_with={"adapter": NO_LINEAR})
 
 
 def _runs_pairs(axis: Axis) -> bool:

@@ -306,8 +306,7 @@ def weights_assigned(side: Side, number: int) -> None:
 
 @at("gradients", on=lambda axis: axis.ranks("pp") == 1)
 def norm_of_each_gradient(side: Side, number: int) -> None:
-    """As loggers do; a stage has the gradients of its own parameters."""
-    for name, parameter in side.model.named_parameters():
-        if parameter.grad is not None:
-            norm = parameter.grad.norm()
-            side.record(f"norm of {name}", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    """As loggers do; a stage has the gradients of its own parameters. In one record, as some are zero but for
+    rounding."""
+    gradients = [parameter.grad for parameter in side.model.parameters() if parameter.grad is not None]
+    side.record("norms", torch.stack([_full(gradient.norm()) for gradient in gradients]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -186,7 +187,8 @@ def saved_in_an_accumulation(side: Side, number: int, step: Any) -> None:
     """A checkpoint between two backwards changes neither."""
     step(number)
     if not side.alone:
-        with Checkpointer(f"{side.folder}/run-{number}", side.parallel, optimizer=side.optimizers[0]) as checkpoints:
+        folder = f"{side.folder}/run-{next(vars(side).setdefault('saves', count()))}"  # each row may call this
+        with Checkpointer(folder, side.parallel, optimizer=side.optimizers[0]) as checkpoints:
             checkpoints.save(1)
     step(number + 1)
 

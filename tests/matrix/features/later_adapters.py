@@ -17,7 +17,10 @@ ATTENTION = ["q_proj", "c_attn"]
 ENDS = ["embed_tokens", "lm_head", "wte"]
 COPIES = {"added-parameter": "over data axes and stages, copies of `modules_to_save` come before the plan"}
 TIED = {"added-parameter": "a tied head of stages is one weight with their embedding"}
-OF_A_HEAD = {"unplanned-adapter": "a fused loss takes the weight of the head alone"}
+OF_A_HEAD = {
+    "unplanned-adapter": "a fused loss takes the weight of the head alone",
+    "deferred-logits": "the same, of an adapter around a head that is fused",
+}
 NOT_OVER_TP = {"unplanned-adapter": "rows of a sharded embedding, and weights that DoRA reads, belong to a plan"}
 IN_FULL = {"unplanned-adapter": "ZeRO 3 has later adapters in full, and the weights in rows"}
 
@@ -41,7 +44,13 @@ def _of_the_last_layer(model: nn.Module) -> nn.Module:
 TIED_TOKENS = {"reused-module": "embedding and head on different stages have one table of trained tokens"}
 TOKENS = lora(target_modules=ATTENTION, trainable_token_indices=[1, 5, 40])
 adapter("lora_of_the_last_layer", prepare=_of_the_last_layer, **PLAIN)
-adapter("trained_tokens", prepare=TOKENS, **PLAIN, refused={**NOT_OVER_TP, **TIED_TOKENS})
+adapter(
+    "trained_tokens",
+    prepare=TOKENS,
+    **PLAIN,
+    refused={**NOT_OVER_TP, **TIED_TOKENS},
+    refused_with={"fused_loss": OF_A_HEAD},
+)
 adapter("dora_after", placed=added(lora(use_dora=True)), **PLAIN, refused=NOT_OVER_TP)
 adapter(
     "lora_of_ends_after",

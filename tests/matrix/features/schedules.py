@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.matrix.axes import Axis
 from tests.matrix.feature import change
+from tests.matrix.features.forwards import NO_LINEAR
 from tests.matrix.kinds import KINDS
 from tests.matrix.sides import Side
 
@@ -46,6 +47,7 @@ change(  # collectives that overlap with matmuls are in the same order on every 
     options={"schedule": "zbv", "stages_per_rank": 2, "num_microbatches": 4, "overlap": "chunked"},
     on=lambda axis: _of_stages_and_more(axis) and axis.ranks("tp") > 1,
     needs={"causal"},
+    refused_with={"adapter": NO_LINEAR},
     overrides=FOUR_LAYERS,
 )
 

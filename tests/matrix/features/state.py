@@ -296,8 +296,9 @@ def export(side: Side, number: int) -> None:
     else:
         for bucket in export_weights(side.parallel, names="model", bucket=4096):
             exported |= bucket.tensors
+    around = "" if side.alone or side.model is side.parallel.module else "base_model.model."  # adapters that came later
     for name, value in exported.items():
-        side.record(f"weight {name} exported", value)
+        side.record(f"weight {around}{name} exported", value)
     side.record("names", len(exported))
 
 

@@ -157,7 +157,7 @@ def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, rows: TensorR
     before = {name: model.get_parameter(name) for name in rows.parameters}
     new = replace(resolved, modules=rows.modules, parameters=rows.parameters, regions=(), attributes={})
     Sharder(0, None, None).shard(model, new, partial(axis_of_layout, tp=record.tp, folded=record.folded))
-    rebind_parameters([(parameter, model.get_parameter(name)) for name, parameter in before.items()])
+    rebind_parameters([(old, model.get_parameter(name), rows.parameters[name].layout) for name, old in before.items()])
     part = replace(facts, modules={name: facts.modules[name] for name in names})
     installer = Installer(record.tp, record.group, part, resolved, record.pending_reductions, inputs=record.inputs)
     region: Any = record.region

@@ -242,7 +242,7 @@ class Alone(Side):
         targets = self.targets(number) if targets is None else targets
         if {"stock", "text"} <= self.kind.traits:
             inputs.setdefault("use_cache", False)
-        return self.loss(self.model(**inputs), targets) / max(self.count_of(targets), 1)
+        return self.loss(self.model(**inputs), targets) / self.count_of(targets)
 
     def add_optimizer(self, cls: Any, params: Any = None, **options: Any) -> torch.optim.Optimizer:
         trainable = [p for p in self.model.parameters() if p.requires_grad]

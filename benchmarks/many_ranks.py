@@ -144,15 +144,16 @@ def meeting(world: int, facts_file: str) -> dict[str, float]:
 # -- save and resume ---------------------------------------------------------------------------------------------------
 
 
-def cut(shape: tuple[int, ...], ranks: int, index: int) -> list[list[int]]:
-    """The box of one of `ranks`: of the first dim, and where that is short of the next one too."""
+def cut(shape: tuple[int, ...], ranks: int, index: int) -> list[list[int]] | None:
+    """The box of one of `ranks`: of the first dim, and where that is short of the next one too; None where another rank
+    writes the same."""
     box, left = [], ranks
     for length in shape:
         parts = math.gcd(left, length)
         index, place = divmod(index, parts)
         box.append([place * length // parts, (place + 1) * length // parts])
         left //= parts
-    return box
+    return None if index else box
 
 
 def report(shapes: dict[str, tuple[int, ...]], stage_of: dict[str, int], world: int, rank: int) -> dict[str, Any]:
@@ -164,7 +165,9 @@ def report(shapes: dict[str, tuple[int, ...]], stage_of: dict[str, int], world: 
     for prefix, dtype in (("model/", "BF16"), ("optimizer/exp_avg/", "F32"), ("optimizer/exp_avg_sq/", "F32")):
         for name in names:
             key = prefix + name
-            tables[key] = (dtype, list(shapes[name]), [(key, cut(shapes[name], each, index))], {})
+            box = cut(shapes[name], each, index)
+            if box is not None:
+                tables[key] = (dtype, list(shapes[name]), [(key, box)], {})
     file = [f"rank-{rank:05d}.safetensors", 1 << 20, "0" * 64]
     return {"step": 1, "file": file, "tensors": tables, "state": {"optimizers": {}, "streams": None}}
 

@@ -40,7 +40,7 @@ def seconds_of(work: Callable[[], Any]) -> float:
 def parts(model: str, layers: int, mesh: str) -> dict[str, float]:
     """Seconds of each part of one rank's work, and the size of the manifest."""
     from parallelize.base.mesh import MeshSpec
-    from parallelize.checkpoint.run.save import _manifest
+    from parallelize.checkpoint.run.save import Reports, _merged
     from parallelize.plan.choose import plan_or_none
     from parallelize.plan.model_facts import describe
     from parallelize.plan.models.model_source import source_of
@@ -55,8 +55,9 @@ def parts(model: str, layers: int, mesh: str) -> dict[str, float]:
     resolve(plan, facts, spec, Options(zero=3))
     resolved = seconds_of(lambda: resolve(plan, facts, spec, Options(zero=3)))
     text: list[bytes] = []
-    reports = reports_of(module, spec)
-    manifest = seconds_of(lambda: text.append(_manifest(0, reports, {}).to_bytes()))
+    by_rank = reports_of(module, spec)
+    reports = Reports(list(by_rank), list(by_rank.values()))
+    manifest = seconds_of(lambda: text.append(_merged(reports).manifest(0, {}).to_bytes()))
     explained = seconds_of(lambda: explain(source, None, mesh, batch=4, sequence=4096, zero=3))
     applied = seconds_of(lambda: apply(source.build("meta"), spec))
     return {

@@ -140,6 +140,7 @@ RUNS = (
     Run("one_gpu_ops", "one_gpu_ops", gpu=True),
     Run("one_gpu_families", "one_gpu_families", gpu=True),
     Run("scale", "scale", "--rounds 1 --small", "--rounds 3"),
+    Run("many_ranks", "many_ranks", "--small", ""),
 )
 
 

@@ -112,8 +112,9 @@ def _errors_of_absent(store: dist.Store, keys: dict[int, str]) -> dict[int, str]
 
 def _polls(timeout_s: float, waiting: int = 1) -> Iterator[None]:
     """Once now, and then after longer and longer pauses until the time is over."""
-    deadline, pause = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
+    deadline = time.monotonic() + timeout_s
     longest = max(_LONGEST_PAUSE_S, _PAUSE_PER_RANK_S * waiting)
+    pause = max(_SHORTEST_PAUSE_S, longest / 8 if waiting > 1 else 0.0)
     yield
     while (left := deadline - time.monotonic()) > 0:
         time.sleep(min(pause, left))

@@ -43,7 +43,7 @@ def _of_the_last_layer(model: nn.Module) -> nn.Module:
 
 TIED_TOKENS = {"reused-module": "embedding and head on different stages have one table of trained tokens"}
 TOKENS = lora(target_modules=ATTENTION, trainable_token_indices=[1, 5, 40])
-adapter("lora_of_the_last_layer", prepare=_of_the_last_layer, **PLAIN)
+adapter("lora_of_the_last_layer", prepare=_of_the_last_layer, **PLAIN, refused_with={"fused_loss": OF_A_HEAD})
 adapter(
     "trained_tokens",
     prepare=TOKENS,

@@ -46,6 +46,7 @@ def bfloat16_weights(side: Side) -> None:
     options={"dtype": "bfloat16"},
     rounds=torch.bfloat16,
     without=PLAIN | {"vision"},
+    apart={"dtype"},
 )
 def bfloat16_compute(side: Side) -> None:
     if side.alone:

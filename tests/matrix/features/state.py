@@ -439,7 +439,7 @@ def deep_copy_evaluated(side: Side) -> None:
     side.beside(copied).evaluate_by_hand(2)
 
 
-@at("placed")
+@at("placed", apart={"dtype"})
 def converted(side: Side) -> None:
     """Casts and moves of a model on a mesh, to what it is already."""
     side.model.to(torch.float64).double().cpu()

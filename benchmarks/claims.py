@@ -11,10 +11,6 @@ from benchmarks.gpu_claims import GPU_CLAIMS
 _BLOCKS = ("TP, nested", "TP + SP, nested", "TP, flat", "TP + SP, flat")
 
 
-def _of_ranks(model: str, key: str) -> Figures:
-    return lambda result: [row[key] for row in result if row["model"] == model]
-
-
 def _preflight(result: Any, ranks: int, silent: bool) -> float:
     return next(one["seconds"] for one in result["trials"] if one["ranks"] == ranks and one["silent"] is silent)
 
@@ -409,18 +405,6 @@ CLAIMS = (
         "s",
     ),
     Claim(CHECKS, "its peak memory", "scale", lambda result: [result["405b"]["peak_gb"]], "GB"),
-    *(
-        Claim(CHECKS, f"{what}, {title} on 32 / 256 / 2,048 ranks", "many_ranks", _of_ranks(model, key), unit)
-        for model, title in (("llama-3-70b", "Llama 3 70B"), ("qwen3-235b-a22b", "Qwen3 235B-A22B"))
-        for what, key, unit in (
-            ("a rank's start on meta, imports included", "start_s", "s"),
-            ("its peak memory", "start_gb", "GB"),
-            ("the ranks' meeting at one store, all on two cores", "meet_s", "s"),
-            ("the manifest put together by the first rank, of weights and two moments", "save_s", "s"),
-            ("its size", "manifest_mb", "MB"),
-            ("its reading, and what one rank reads planned", "resume_s", "s"),
-        )
-    ),
     Claim(
         CHECKS,
         "preflight of `parallelize run` on emulated hosts with two cores together: 4 / 16 / 32 ranks",

@@ -182,14 +182,15 @@ def shapes_of(model: str) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
 
 def save(model: str, world: int, manifest_file: str) -> dict[str, Any]:
     from parallelize.checkpoint.run import rank_sync
-    from parallelize.checkpoint.run.save import Reports, _merged
+    from parallelize.checkpoint.run.save import Reports, _manifest_text
 
     shapes, stage_of = shapes_of(model)
     messages = [rank_sync._packed(report(shapes, stage_of, world, rank)) for rank in range(world)]
     began = time.perf_counter()
-    text = _merged(Reports(range(world), rank_sync._Messages(messages))).manifest(1, {}).to_bytes()
+    text = _manifest_text(1, Reports(range(world), rank_sync._Messages(messages)), {})
+    assert isinstance(text, str), text
     took = time.perf_counter() - began
-    Path(manifest_file).write_bytes(text)
+    Path(manifest_file).write_text(text)
     return {
         "message_kb": max(message.numel() for message in messages) / 1e3,
         "save_s": took,

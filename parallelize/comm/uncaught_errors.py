@@ -95,14 +95,17 @@ def wait_for_keys(store: dist.Store, keys: dict[int, str], timeout_s: float) -> 
     """
     names = list(keys.values())
     blocks = [names[first : first + _BLOCK] for first in range(0, len(names), _BLOCK)]
-    for _ in _polls(timeout_s):
-        while blocks and store.check(blocks[0]):
-            blocks.pop(0)
-        if not blocks:
-            return {}
-        if store.check([_ANY]) and (errors := _errors_of_absent(store, keys)):
-            return errors
-    return {rank: LATE for rank, key in keys.items() if not store.check([key])}
+    try:
+        for _ in _polls(timeout_s):
+            while blocks and store.check(blocks[0]):
+                blocks.pop(0)
+            if not blocks:
+                return {}
+            if store.check([_ANY]) and (errors := _errors_of_absent(store, keys)):
+                return errors
+        return {rank: LATE for rank, key in keys.items() if not store.check([key])}
+    except RuntimeError:  # the process that has the store is gone
+        return dict.fromkeys(keys, LATE)
 
 
 def _errors_of_absent(store: dist.Store, keys: dict[int, str]) -> dict[int, str]:
@@ -114,7 +117,7 @@ def _polls(timeout_s: float, waiting: int = 1) -> Iterator[None]:
     """Once now, and then after longer and longer pauses until the time is over."""
     deadline = time.monotonic() + timeout_s
     longest = max(_LONGEST_PAUSE_S, _PAUSE_PER_RANK_S * waiting)
-    pause = max(_SHORTEST_PAUSE_S, longest / 8 if waiting > 1 else 0.0)
+    pause = max(_SHORTEST_PAUSE_S, _PAUSE_PER_RANK_S * waiting / 8)
     yield
     while (left := deadline - time.monotonic()) > 0:
         time.sleep(min(pause, left))

@@ -439,6 +439,13 @@ def _attribute(what: str) -> tuple[Any, str]:
     }[what]
 
 
+def clipped_parameters() -> list[Any]:
+    """Called by what replaces the "norm" (see `wrap_in_torch`), which gets gradients alone: the parameters that
+    `nn.utils.clip_grad_norm_` was given (a variable of its frame, since 2.6)."""
+    parameters = sys._getframe(2).f_locals.get("parameters")
+    return list(parameters) if isinstance(parameters, list) else []
+
+
 @contextmanager
 def hidden_worker_info() -> Iterator[None]:
     """A block that runs as if it were not in a data loader's worker: `get_worker_info()` is None (1.2)."""

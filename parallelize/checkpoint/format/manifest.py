@@ -20,7 +20,7 @@ from parallelize.base.files.digests import DIGEST_BYTES, digest_of
 from parallelize.base.files.paths import check_name, open_file, read_small
 from parallelize.base.files.strict_json import read_json, write_json
 from parallelize.checkpoint.format.header import SIZES, FileInfo
-from parallelize.checkpoint.format.saved_slices import Grid, Read, SavedSlice, Written, size
+from parallelize.checkpoint.format.saved_slices import Grid, SavedSlice, SlicesReader, SlicesWriter, size
 
 NAME = "manifest.json"
 FORMAT, VERSION = "parallelize-checkpoint", 2
@@ -70,7 +70,7 @@ class Manifest:
     digest: str = ""
 
     def to_bytes(self) -> bytes:
-        written = Written(list(self.files))
+        written = SlicesWriter(list(self.files))
         body = write_json(
             {
                 "format": FORMAT,
@@ -141,7 +141,7 @@ def _manifest(fields: dict[str, Any], digest: str, where: str) -> Manifest:
         name: FileInfo(check_name(name, where), size(length), str(header))
         for name, (length, header) in fields["files"].items()
     }
-    read, tensors = Read(list(files), fields.get("groups", ())), {}
+    read, tensors = SlicesReader(list(files), fields.get("groups", ())), {}
     for name, (dtype, shape, rows, about) in fields["tensors"].items():
         sizes = tuple(map(size, shape))
         slices = read.slices(sizes, rows)

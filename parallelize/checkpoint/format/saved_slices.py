@@ -172,7 +172,7 @@ def _cuts(size: int, intervals: list[tuple[int, int]]) -> Cuts | None:
 # -- as JSON -----------------------------------------------------------------------------------------------------------
 
 
-class Written:
+class SlicesWriter:
     """Slices as a manifest has them.
 
     Attributes:
@@ -195,7 +195,7 @@ class Written:
         return {"group": self._group_of[slices.files], "key": slices.key, "cuts": slices.cuts}
 
 
-class Read:
+class SlicesReader:
     """Slices from what a manifest has.
 
     Args:

@@ -306,7 +306,9 @@ def _wrapped(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        parameters = _parameters_of(gradients) if gradients else _stage_without_gradients()
+        parameters = _parameters_of(gradients)
+        if not gradients:  # as of a stage that trains nothing: the others wait for its part of the norm
+            parameters = [p for p in private.clipped_parameters() if _STAGED.get(p)]
         if not parameters:
             return norm_of_rank(gradients, norm_type, error_if_nonfinite, foreach)
         return norm_of(parameters, norm_type, error_if_nonfinite)
@@ -320,16 +322,6 @@ def _parameters_of(gradients: list[torch.Tensor]) -> list[Any]:
     if not any(id(gradient) in by_gradient for gradient in gradients):
         return []
     return [by_gradient[id(gradient)] if id(gradient) in by_gradient else _Unmarked(gradient) for gradient in gradients]
-
-
-def _stage_without_gradients() -> list[Any]:
-    """The parameters of this rank's stage, if it has no gradient: other stages wait for its part of the norm. None
-    where there are stages of several models, as it is not known whose gradients are clipped."""
-    staged = [(parameter, stage.group) for parameter in _STAGED.tensors() if (stage := mark_of(parameter).stage)]
-    own = [(p, group) for p, group in staged if group.ranks[group.rank] == dist.get_rank()]  # ranks may be threads
-    if any(parameter.grad is not None for parameter, _ in own) or len({group.key for _, group in own}) != 1:
-        return []
-    return [parameter for parameter, _ in own]
 
 
 class _Unmarked:

@@ -8,11 +8,9 @@ ranks. Nodes that share no folder get the manifest from the first rank, and publ
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from parallelize.checkpoint.run.rank_sync import (
 )
 from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.snapshot import Snapshot
+from parallelize.state.transaction import gc_paused
 
 
 def write_snapshot(
@@ -151,24 +150,11 @@ def _publish(root: Path, writing: Path, step: int, reports: Reports, about: dict
 def _manifest_text(step: int, reports: Reports, about: dict[str, Any]) -> str | Failed:
     """The manifest of what all ranks have written, or the problems."""
     try:
-        with _without_collections():
+        with gc_paused():
             merged = _merged(reports)
             return merged.problems or merged.manifest(step, about).to_bytes().decode()
     except Exception as error:
         return [(None, problem) for problem in problems_to_json(as_parallelize_error(error).problems)]
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """A block without Python's garbage collections, which would look through the growing rows again and again: it is
-    four times as fast."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _merged(reports: Reports) -> _Merge:

@@ -161,7 +161,7 @@ def _is_inside(side: Side) -> bool:
 
 
 def _counts_no_prompts(side: Side) -> bool:
-    """Whether PEFT's `generate` gives wrong tokens: it drops positions, and a recurrent model's cache counts none."""
+    """Whether PEFT's `generate` gives wrong tokens: it drops positions, without which Bamba counts from 0."""
     return "recurrent" in side.kind.traits and _drops_positions(side.model)
 
 

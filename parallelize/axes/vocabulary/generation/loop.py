@@ -87,7 +87,8 @@ def generate(
     batch, start = input_ids.shape
     options = SamplingOptions.of(torch.Size((batch,)), input_ids.device, temperature, top_k, top_p, min_p, rows)
     tokens = torch.cat([input_ids, input_ids.new_full((batch, max_new_tokens), pad)], dim=1)
-    extra_inputs = _ExtraInputs(input_ids, attention_mask, start + max_new_tokens, parameters, virtual)
+    has_table = bool(_positions_of_table(model))
+    extra_inputs = _ExtraInputs(input_ids, attention_mask, start + max_new_tokens, parameters, has_table, virtual)
     drawn_tokens = _DrawnTokens(model, extra_inputs, options, seed, cuda_graph)
     ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     stop = start
@@ -192,28 +193,31 @@ def _run(model: nn.Module, constant: dict[str, Any], ids: T, cache: Any, inputs:
 class _ExtraInputs:
     """The inputs of each forward other than ids and cache: the mask of padded prompts, positions, `logits_to_keep`.
 
-    Positions are given always, as the generate of `transformers` does: a model with recurrent layers may count none of
-    the tokens in its cache.
+    Positions are given for padded prompts, and to models without a table of them: some of these count from 0 beside a
+    cache too (Bamba). Those with a table count by themselves, and not all from 0 (RoBERTa).
 
     Args:
         ids: [B, S], prompts. mask: [B, S], or None.
         length: tokens of the longest possible sequence.
         parameters: the parameter names of the model's forward.
+        has_table: whether the model has a table of positions.
         virtual: tokens that the model puts before the prompt.
     """
 
-    def __init__(self, ids: T, mask: T | None, length: int, parameters: set[str], virtual: VirtualTokens):
+    def __init__(
+        self, ids: T, mask: T | None, length: int, parameters: set[str], has_table: bool, virtual: VirtualTokens
+    ):
         self.virtual = virtual
-        self.mask = self.after_prompt = self.positions = None
+        self.mask = self.after_prompt = places = None
         self.constant = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        places = torch.arange(length, device=ids.device)[None]
+        if not has_table:
+            places = torch.arange(length, device=ids.device).repeat(len(ids), 1)
         if mask is not None and not bool(mask.all()):
             self.mask = torch.nn.functional.pad(mask.long(), (0, length - mask.shape[1]), value=1)
             self.after_prompt = virtual.mask(self.mask)
             if virtual.has_positions:
                 places = (self.mask.cumsum(-1) - 1).clamp_(min=0)
-        if "position_ids" in parameters:
-            self.positions = places.expand(len(ids), -1).contiguous()
+        self.positions = places if "position_ids" in parameters else None
 
     def of_prompt(self, length: int) -> dict[str, Any]:
         """Of a prompt's tokens; the model knows of those that it puts before it."""
@@ -270,14 +274,24 @@ def _check_prompts(ids: T, mask: T | None) -> None:
 def _check_room(model: Any, length: int, ids: T, new: int) -> None:
     if not isinstance(new, int) or isinstance(new, bool) or new < 1:
         raise ShapeError(Problem("bad-option", f"max_new_tokens is {new!r}", fix="1 or more"))
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    embedding = _embedding_of(model)
     if isinstance(embedding, nn.Embedding):
         check_ids(ids, embedding.num_embeddings, "input_ids")
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not embedding]
-    if limit is not None and limit in tables and length + new - 1 > limit:
+    limit = _positions_of_table(model)
+    if limit and length + new - 1 > limit:
         what = f"prompts of {length} tokens and {new} new ones, where the model has {limit} positions"
         raise ShapeError(Problem("too-long", what, fix="shorter prompts, or fewer new tokens"))
+
+
+def _embedding_of(model: Any) -> Any:
+    return model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+
+
+def _positions_of_table(model: Any) -> int:
+    """How many positions a model has a learned table of; 0 where it has none."""
+    limit, embedding = getattr(getattr(model, "config", None), "max_position_embeddings", None), _embedding_of(model)
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not embedding]
+    return limit if limit is not None and limit in tables else 0
 
 
 def _ends(model: Any, eos: int | Sequence[int] | None, pad: int | None) -> tuple[list[int], int]:

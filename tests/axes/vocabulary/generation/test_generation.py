@@ -126,6 +126,35 @@ def test_tokens_are_those_of_forwards_without_a_cache():
     assert all(torch.equal(actual, expected) for actual in on_ranks(model, 2, BOTH, run))
 
 
+COUNTED_OTHERWISE = {
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]},  # from 0
+    "roberta": {"is_decoder": True, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},  # from 2
+}
+
+
+@pytest.mark.parametrize("kind", COUNTED_OTHERWISE)
+def test_positions_that_a_model_counts_otherwise(kind):
+    """Beside a cache Bamba counts from 0 unless positions are given; RoBERTa's begin after its padding id."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    model = (
+        AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**sizes, **heads, **COUNTED_OTHERWISE[kind]}))
+        .double()
+        .eval()
+    )
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.3)
+    expected = ids = torch.randint(5, 64, (3, 6))
+    for _ in range(6):
+        logits = model(input_ids=expected, use_cache=False).logits[:, -1:]
+        expected = torch.cat([expected, logits.argmax(-1)], dim=1)
+    assert torch.equal(generate(model, ids, max_new_tokens=6, temperature=0, eos_token_id=[]), expected)
+
+
 def test_a_row_draws_the_same_wherever_it_stands():
     model = lively_model("llama")
     ids, mask = prompts()

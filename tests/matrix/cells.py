@@ -70,7 +70,7 @@ def run_cell(feature_name: str, kind_name: str, axis_name: str, pool: Any = None
     except ParallelizeError as error:  # of a mesh of one rank, which is refused too
         return _refusal({**feature.refused, **kind.refused}, error)
     except Exception as error:
-        if "+" in feature_name and not feature.one_rank:  # rows that plain PyTorch cannot do in one loop either
+        if "+" in feature_name and _fails_alone(feature, kind_name, axis.deep, error):
             return Verdict(REFUSED, NO_REFERENCE, "".join(traceback.format_exception(error)))
         raise
     if "+" in feature_name and not all(value.isfinite().all() for value in expected.values()):
@@ -123,15 +123,29 @@ def reference(feature: Feature, kind_name: str, deep: bool = False) -> Records:
     """What the feature records on one process; made once for all axes."""
     key = (feature.name, kind_name, deep)
     if key not in _REFERENCES:
-        kind = KINDS[kind_name]
         if feature.one_rank:
             records = _on_one_rank(feature, kind_name, deep)
         else:
-            own = copy.deepcopy(models_of(feature, kind_name, deep))
-            with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
-                records = run_side(feature, Alone(kind, own[0], folder, own[1:]))
+            records = _alone(feature, kind_name, deep)
         _keep(_REFERENCES, key, records)
     return _REFERENCES[key]
+
+
+def _alone(feature: Feature, kind_name: str, deep: bool) -> Records:
+    own = copy.deepcopy(models_of(feature, kind_name, deep))
+    with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
+        return run_side(feature, Alone(KINDS[kind_name], own[0], folder, own[1:]))
+
+
+def _fails_alone(feature: Feature, kind_name: str, deep: bool, error: Exception) -> bool:
+    """Whether plain PyTorch cannot do these rows in one loop either, as the reference could not."""
+    if not feature.one_rank:
+        return True
+    try:
+        _alone(feature, kind_name, deep)
+    except type(error):
+        return True
+    return False
 
 
 def _on_one_rank(feature: Feature, kind_name: str, deep: bool) -> Records:

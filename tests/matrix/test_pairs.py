@@ -41,6 +41,8 @@ FOUND = {  # cells that were wrong, crashed or were refused untruly, and what th
     ("fused_loss+trained_tokens", "llama", "dp-zero0"): "right",  # refused: `wrong-module-for-style`
     ("fused_loss+trained_tokens", "gpt2", "dp-zero0"): "refused unplanned-adapter",  # the head is tied to them
     ("growing_lengths+labels", "llama", "dp-zero0"): "refused no-reference",
+    ("noise+torch_checkpoint+unused_layer", "llama", "dp-zero1"): "refused no-reference",  # no state of it yet
+    ("generated+modules_to_save_after", "llama", "tp-lp"): "right",  # a wrapper in the place of the head
     ("prefix_tuning+torch_checkpoint+two_optimizers", "llama_equal", "pp-tp"): "right",  # a stage that trains nothing
 }
 

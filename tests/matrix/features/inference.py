@@ -195,7 +195,7 @@ def _generated(side: Side, padded: bool) -> None:
     side.model.train()
 
 
-# rows that generate are apart: their ids are inputs, of which a wider head would give others
+# rows that generate are apart: their ids are inputs, of which a wider head would give others, and so would rounding
 NO_CACHE = {
     "cut-model": "no stage has the whole model",
     "cache-over-cp": "caches of gathered modules are not divided",
@@ -207,7 +207,9 @@ CONTEXT_MATTERS = {"": {"initializer_range": 0.1}}
 """With the weights of a model that was just built, a token depends on the one before it alone."""
 
 
-@at("between", needs=GENERATES, names=("generate",), overrides=CONTEXT_MATTERS, refused=NO_CACHE, apart={"ids"})
+@at(
+    "between", needs=GENERATES, names=("generate",), overrides=CONTEXT_MATTERS, refused=NO_CACHE, apart={"ids", "dtype"}
+)
 def generated(side: Side, number: int) -> None:
     _generated(side, padded=False)
 
@@ -226,7 +228,7 @@ def cached_logits(side: Side) -> None:
         side.record(f"logits {number}", side.whole(logits[:, -1]))
 
 
-@at("gradients", needs=GENERATES, overrides=CONTEXT_MATTERS, refused=NO_CACHE, apart={"ids"})
+@at("gradients", needs=GENERATES, overrides=CONTEXT_MATTERS, refused=NO_CACHE, apart={"ids", "dtype"})
 def generated_padded(side: Side, number: int) -> None:
     """Prompts of different lengths, padded on the left, between a backward and the update."""
     _generated(side, padded=True)

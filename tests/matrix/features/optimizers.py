@@ -135,7 +135,7 @@ def offloaded_state(side: Side) -> None:
     side.optimizer(optim.AdamW, **STABLE, **({} if side.alone else {"offload_state": True}))
 
 
-@at("optimizer", on=lambda axis: axis.ranks("dp", "dp_replicate", "pp") == 1)
+@at("optimizer", on=lambda axis: axis.ranks("dp", "dp_replicate", "pp") == 1, apart={"mesh"})
 def local_steps(side: Side) -> None:
     """An optimizer of the user's own whose step runs on local tensors."""
     optimizer = optim.AdamW(side.model.parameters(), lr=0.05, **STABLE)

@@ -115,7 +115,7 @@ def _resume_on_another_mesh(side: Side, folder: str) -> None:
 
 ON_ADAMW = {"optimizer": with_class(ADAMW["cls"], {"lr": ADAMW["lr"], "weight_decay": ADAMW["weight_decay"]})}
 change("resume_adamw", restored=resume, meets=False, **ON_ADAMW)
-change("resume_elsewhere", restored=_resume_on_another_mesh)
+change("resume_elsewhere", restored=_resume_on_another_mesh, apart={"mesh"})  # on which a row may have no meaning
 change("resume_adamw_elsewhere", restored=_resume_on_another_mesh, meets=False, **ON_ADAMW)
 
 
@@ -372,17 +372,19 @@ def shards_cover(side: Side) -> None:
 
 @at("restored")
 def torch_checkpoint(side: Side, folder: str) -> None:
-    """PyTorch's distributed checkpoint."""
+    """PyTorch's distributed checkpoint, on one process too: it does not load what it saved where a parameter had no
+    gradient yet."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    if side.alone:
-        return
     model, optimizers = get_state_dict(side.model, side.optimizers)
     dcp.save({"model": model, "optimizer": optimizers}, checkpoint_id=f"{folder}/dcp")
     begin_anew(side)
     model, optimizers = get_state_dict(side.model, side.optimizers)
-    dcp.load({"model": model, "optimizer": optimizers}, checkpoint_id=f"{folder}/dcp")
+    try:
+        dcp.load({"model": model, "optimizer": optimizers}, checkpoint_id=f"{folder}/dcp")
+    except dcp.api.CheckpointException as error:  # no Exception: it would end a rank's process
+        raise RuntimeError(str(error)) from error
     set_state_dict(side.model, side.optimizers, model_state_dict=model, optim_state_dict=optimizers)
 
 

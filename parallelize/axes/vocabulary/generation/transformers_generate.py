@@ -22,7 +22,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group
 from parallelize.comm.same_host import through_shared_memory
 from parallelize.plan.styles.contract import Conversion
-from parallelize.state.records import applied, inside_adapters, mark_applied, pipeline_cut, record_of
+from parallelize.state.records import ModuleState, applied, inside_adapters, mark_applied, pipeline_cut, record_of
 
 
 def install_generation(module: nn.Module) -> None:
@@ -115,14 +115,26 @@ def full_logits(module: nn.Module) -> Iterator[None]:
     rows = record.resolved.modules.values() if record is not None else ()
     with ExitStack() as changes:
         for row in rows:
-            head = module.get_submodule(row.fqn)
             if row.contract.defers_logits:
-                changes.callback(head.register_forward_hook(_gather).remove)
-                changes.callback(mark_applied, head, gathers_logits=applied(head).gathers_logits)
-                mark_applied(head, gathers_logits=True)
+                for head in _with_copies(module, row.fqn):
+                    changes.callback(head.register_forward_hook(_gather).remove)
+                    changes.callback(mark_applied, head, gathers_logits=applied(head).gathers_logits)
+                    mark_applied(head, gathers_logits=True)
             elif row.contract.leave is Conversion.VOCABULARY:
-                changes.enter_context(_output_gathered(applied(head).planned))
+                for head in _with_copies(module, row.fqn):
+                    changes.enter_context(_output_gathered(applied(head).planned))
         yield
+
+
+def _with_copies(module: nn.Module, name: str) -> list[nn.Module]:
+    """The head of this name. Where PEFT has put a wrapper in its place after the plan: the head inside of it, and each
+    copy that is trained (`modules_to_save`)."""
+    return [inner for inner in module.get_submodule(name).modules() if _keeps_logits(applied(inner))]
+
+
+def _keeps_logits(state: ModuleState) -> bool:
+    marks = getattr(state.planned, "leave", None)
+    return state.defers_logits or isinstance(marks, partial) and "vocabulary" in marks.keywords
 
 
 @contextmanager

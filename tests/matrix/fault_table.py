@@ -983,9 +983,9 @@ STATE = [
     Fault(
         "matrices of Muon come from the wrong place",
         "state",
-        "state.optimizers.matrix_exchange:MatrixExchange._assembled",
-        "target[_slices_in_matrix(part.box, matrix.box)].copy_(view)",
-        "target[_slices_in_matrix(part.box, matrix.box)].copy_(-view)",
+        "state.optimizers.owners:OwnerExchange._assembled",
+        "target[_slices_inside(part.box, owned.box)].copy_(view)",
+        "target[_slices_inside(part.box, owned.box)].copy_(-view)",
         "tp dp-zero1 dp-zero3 hsdp-zero1",
         "muon",
     ),

@@ -95,7 +95,8 @@ class ParallelModel:
         Args:
             cls: an optimizer class of `torch.optim`, or one with the same interface.
             params: parameters or parameter groups; None means all parameters that require a gradient.
-            options: keyword arguments of `cls`, and `elementwise` of `build_optimizer`.
+            options: keyword arguments of `cls`, and `elementwise`, `by_parameter` and `offload_state` of
+                `build_optimizer`.
 
         Returns: an instance of `cls`.
         Raises: ModelError `not-elementwise`, `foreign-parameter`, as `build_optimizer`.

@@ -129,11 +129,8 @@ def watch_optimizers() -> None:
     patches.hook("hook before optimizer steps", register_optimizer_step_pre_hook, _refuse)
 
 
-_FAIL_ON_DTENSORS = {
-    "Adafactor": "AdamW, or zero=0 without tp: Adafactor computes means over rows and columns of full matrices",
-    "Rprop": "build_optimizer(model, Rprop, ...), or optimizer() of what parallelize_model returns",
-}
-"""Classes of which an operation is not defined for DTensors (torch 2.13) -> what to use."""
+_FAIL_ON_DTENSORS = ("Adafactor", "Rprop")
+"""Classes of which an operation is not defined for DTensors (torch 2.13)."""
 
 _NOT_FUSED = ("Adagrad", "SGD")
 """Classes whose fused kernels are not defined for DTensors (torch 2.13)."""
@@ -155,7 +152,8 @@ def _refuse_parameter(name: str, parameter: Any, fused: bool) -> None:
         raise ModelError(Problem("unsharded-optimizer", what, fix=fix))
     if name in _FAIL_ON_DTENSORS and isinstance(parameter, DTensor):
         what = f"{name} of PyTorch cannot step parameters that are DTensors"
-        raise ModelError(Problem("unsharded-optimizer", what, fix=_FAIL_ON_DTENSORS[name]))
+        fix = f"build_optimizer(model, {name}, ...), or optimizer() of what parallelize_model returns"
+        raise ModelError(Problem("unsharded-optimizer", what, fix=fix))
     if fused and isinstance(parameter, DTensor):
         what = f"PyTorch has no fused kernel of {name} for parameters that are DTensors"
         fix = f"build_optimizer(model, {name}, fused=True, ...), which steps local tensors; or fused=False"

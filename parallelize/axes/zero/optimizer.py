@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -27,14 +28,13 @@ from parallelize.state.loop import local_optimizer as offloaded_state
 from parallelize.state.loop.clip import serve_stock_clip
 from parallelize.state.loop.grad_scaler import agree_on_overflow
 from parallelize.state.loop.local_optimizer import ELEMENTWISE, local_optimizer
+from parallelize.state.optimizers.full_steps import full_steps_of, step_in_full
 from parallelize.state.records import inside_adapters, mark_of, mark_parameter, mesh_of, pipeline_cut, record_of
 
-NEEDS_FULL_PARAMETERS = {
-    "Adafactor": "computes means over the rows and columns of full matrices",
-    "LBFGS": "searches along one vector of all parameters, with dot products over all of them",
-    "Muon": "orthogonalizes full matrices",
-}
-"""Optimizers whose update of an element needs other elements, and why."""
+BY_PARAMETER = {"Adafactor", "Muon"}
+"""Optimizers whose update of a parameter needs all of it, and nothing of the others."""
+NEEDS_ALL_PARAMETERS = {"LBFGS": "searches along one vector of all parameters, with dot products over all of them"}
+"""Optimizers whose update needs other parameters, and why."""
 
 
 def build_optimizer(
@@ -43,6 +43,7 @@ def build_optimizer(
     params: Iterable[Any] | None = None,
     *,
     elementwise: bool | None = None,
+    by_parameter: bool | None = None,
     offload_state: bool = False,
     **options: Any,
 ) -> Optimizer:
@@ -58,16 +59,21 @@ def build_optimizer(
         optimizer: the class, such as `torch.optim.AdamW`.
         params: parameters of the model, or groups of them. Default: all that require a gradient.
         elementwise: True says that each element's update needs only that element, for a class that is not known here.
+        by_parameter: True says that each parameter's update needs all of that parameter, and nothing of others, for a
+            class that is not known here (SOAP, Shampoo, AdamW with states of 8 bits in blocks). Where ranks store
+            shards of a parameter, one rank then steps it in full, and has its state.
         offload_state: keep its state in host memory between steps. A step moves that of some parameters at a time to
             their device and back, for a class that updates each element by itself; that of all at once for others.
         options: keyword arguments of the class.
 
     Returns: the optimizer.
-    Raises: ModelError `not-elementwise` for a class that cannot work on shards, with the reason; `foreign-parameter`;
+    Raises: ModelError `not-elementwise` for a class that cannot work on shards, with the reason, and for both
+        `elementwise` and `by_parameter`; `foreign-parameter`;
         `state-not-offloaded`; those of the class; `unmanaged-parameter` for a model that got parameters after
         `shard_data`.
     Cost: building sends nothing. Under ZeRO 1 and 2 each step ends with an all-gather of the parameters that it has
-        stepped.
+        stepped. `by_parameter`: building is a collective in which ranks say what they store; a step begins with two
+        all-to-alls of shards, values and gradients, to the owners, and ends with one of new values.
     """
     name = optimizer.__name__
     whole, module = module, inside_adapters(module)
@@ -77,10 +83,10 @@ def build_optimizer(
     if data is not None and data.zero == 3:
         reshard_units(module)  # a forward without a backward leaves a deferred head gathered
     manage_added(data)
-    steps_locally = name in ELEMENTWISE if elementwise is None else elementwise
-    gathers_itself = bool(getattr(optimizer, "gathers_itself", False))
+    steps_locally, gathers_itself = _steps_locally(name, elementwise, by_parameter), _gathers_itself(optimizer)
+    steps_in_full = not steps_locally and not gathers_itself and _has_shards(module, name, data)
     if not steps_locally and not gathers_itself:
-        _refuse_shards(module, name, data)
+        _refuse_class(name, by_parameter, steps_in_full)
     shards = {id(shard.param): shard for shard in data.shards} if data is not None else {}
     _refuse_added(module, data)
     for shard in shards.values():
@@ -91,9 +97,11 @@ def build_optimizer(
     stepped = [own.stepped(group) for group in groups if not _is_absent(group)] or [{"params": []}]
     built = optimizer(stepped, **options)
     if gathers_itself:
-        built.bind_model(module, _names_of_stepped(module, shards))  # type: ignore[attr-defined]
+        built.bind_model(module, _names_of_stepped(module, data))  # type: ignore[attr-defined]
     elif steps_locally:
         local_optimizer(built, elementwise=True)
+    elif steps_in_full:
+        step_in_full(built, module, partial(_names_of_stepped, module, data))
     if offload_state:
         offloaded_state.offload_state(built, by_parameter=steps_locally and not gathers_itself)
     if data is not None and any(shard.stepped is not shard.param for shard in shards.values()):
@@ -115,8 +123,20 @@ def manage_added(data: DataRecord | None) -> None:
         data.added_parameters.manage_added()
 
 
-def _names_of_stepped(module: nn.Module, shards: dict[int, OptimizerShard]) -> dict[int, tuple[str, ...]]:
+def _steps_locally(name: str, elementwise: bool | None, by_parameter: bool | None) -> bool:
+    if elementwise and by_parameter:
+        what = f"{name} is said to update each element by itself, and to need full parameters"
+        raise ModelError(Problem("not-elementwise", what, fix="pass elementwise=True or by_parameter=True, not both"))
+    return name in ELEMENTWISE and not by_parameter if elementwise is None else elementwise
+
+
+def _gathers_itself(optimizer: type[Optimizer]) -> bool:
+    return bool(getattr(optimizer, "gathers_itself", False))
+
+
+def _names_of_stepped(module: nn.Module, data: DataRecord | None) -> dict[int, tuple[str, ...]]:
     """id of what an optimizer steps -> the names of the parameter."""
+    shards = {id(shard.param): shard for shard in data.shards} if data is not None else {}
     named = named_once(module)
     return {id(shards[id(p)].stepped if id(p) in shards else p): names for names, p in named}
 
@@ -139,27 +159,34 @@ def _refuse_added(module: nn.Module, data: DataRecord | None) -> None:
             raise added_error(name)
 
 
-def _refuse_shards(module: nn.Module, name: str, data: DataRecord | None) -> None:
-    """Optimizers that need full parameters work where every rank has them."""
-    if name == "SparseAdam":
-        what = "SparseAdam takes sparse gradients, which are not reduced here"
-        raise ModelError(Problem("not-elementwise", what, fix="use Adam or AdamW"))
+def _has_shards(module: nn.Module, name: str, data: DataRecord | None) -> bool:
+    """Whether this rank does not have all of what an optimizer of the unsharded model steps."""
     record = record_of(module)
-    has_shards = (
+    return (
         (data is not None and (data.zero > 0 or data.masters))
         or (record is not None and record.group.size > 1)
         or any(_is_sharded(parameter) for parameter in module.parameters())  # experts over data ranks
-        or (name == "LBFGS" and pipeline_cut(module) is not None)
+        or (name in NEEDS_ALL_PARAMETERS and pipeline_cut(module) is not None)
     )
-    if has_shards:
-        why = NEEDS_FULL_PARAMETERS.get(name, "is not known here")
-        what = f"{name} {why}, and this rank stores shards of parameters"
-        fix = "use an optimizer that updates each element by itself, or zero=0 without tp"
-        if name == "Muon":
-            fix = "build_optimizer(model, parallelize.Muon, ...), whose matrices are whole on every mesh; or " + fix
-        if name not in NEEDS_FULL_PARAMETERS:
-            fix += "; or pass elementwise=True if it does"
-        raise ModelError(Problem("not-elementwise", what, fix=fix))
+
+
+def _refuse_class(name: str, by_parameter: bool | None, has_shards: bool) -> None:
+    """Optimizers of which nobody knows what they need, or that need what no rank has, work where every rank has all
+    parameters."""
+    if name == "SparseAdam":
+        what = "SparseAdam takes sparse gradients, which are not reduced here"
+        raise ModelError(Problem("not-elementwise", what, fix="use Adam or AdamW"))
+    why = NEEDS_ALL_PARAMETERS.get(name)
+    if not has_shards or name in BY_PARAMETER or (by_parameter and why is None):
+        return
+    what = f"{name} {why or 'is not known here'}, and this rank stores shards of parameters"
+    fix = "use an optimizer that updates each element, or each parameter, by itself, or zero=0 without tp"
+    if why is None:
+        fix += (
+            "; or pass elementwise=True if it updates each element by itself, by_parameter=True if an update needs "
+            "one full parameter"
+        )
+    raise ModelError(Problem("not-elementwise", what, fix=fix))
 
 
 def _is_sharded(parameter: Any) -> bool:
@@ -363,6 +390,9 @@ class _ShownOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, shard_of: ShardOf):
+        full_steps = full_steps_of(optimizer)
+        if full_steps is not None:
+            full_steps.refuse_every_state(optimizer)
         state_dicts.start_state(optimizer)
         self.first_group = 0
         self._optimizer = optimizer

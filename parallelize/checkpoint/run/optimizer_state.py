@@ -3,6 +3,8 @@
 shaped like the parameter (moments)        sharded as the parameter, on any mesh
 one element (step counts)                  the same on every rank, saved once
 anything else (factored moments)           saved in full where the parameter is not sharded, refused by name where it is
+
+Where one rank steps a sharded parameter in full (`state/optimizers/full_steps.py`), that rank has all of its state.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch.optim import Optimizer
 from parallelize.axes.zero.buckets import as_gradient, to_local
 from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.errors import CheckpointError, Problem, did_you_mean, short_list
+from parallelize.base.layout import replicated
 from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.json_codec import TensorSink, decode, encode
 from parallelize.checkpoint.format.manifest import SavedTensor
@@ -24,7 +27,8 @@ from parallelize.checkpoint.run.fill_tensors import Files, ReadJob, allocate_loc
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
 from parallelize.checkpoint.run.run_state import describe_optimizer_class
 from parallelize.plan.model_facts import named_once
-from parallelize.state.stored_slices import StoredSlices
+from parallelize.state.optimizers.full_steps import full_steps_of
+from parallelize.state.stored_slices import StoredSlices, StoredTensor
 
 T = torch.Tensor
 OWN_OPTIONS = ("capturable", "differentiable", "foreach", "fused")
@@ -41,16 +45,37 @@ def names_of_parameters(on_mesh: ModelOnMesh) -> dict[int, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class SteppedParameter:
-    """A parameter of an optimizer, as this rank stores it. `group`: index of its parameter group."""
+    """A parameter of an optimizer.
+
+    Attributes:
+        group: index of its parameter group. local: its state of the parameter's shape, as this rank stores it.
+        describes: whether this rank says what the state is.
+        owned: whether this rank has all of its state, or another one; None: each has that of what it stores.
+    """
 
     group: int
     parameter: Any
     local: LocalTensor
+    describes: bool
+    owned: bool | None = None
+
+    def has_shape_of(self, value: Any) -> bool:
+        """Whether an entry of the state is laid out as the parameter."""
+        local = self.local.stored.local
+        return local.ndim > 0 and isinstance(value, T) and to_local(value).shape == local.shape
+
+    def as_state(self, local: T) -> T:
+        """An entry of the state that is laid out as the parameter."""
+        local = local.to(self.parameter.device)
+        return as_gradient(self.parameter, local) if self.owned is None else local
 
 
 def parameters_of(on_mesh: ModelOnMesh, optimizer: Optimizer) -> Iterator[SteppedParameter]:
     """All parameters that an optimizer steps. Raises: CheckpointError `foreign-parameter`."""
     names_of, where = names_of_parameters(on_mesh), StoredSlices(on_mesh.module)
+    full_steps = full_steps_of(optimizer)
+    if full_steps is not None:
+        full_steps.bind(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             names = names_of.get(id(parameter))
@@ -61,9 +86,18 @@ def parameters_of(on_mesh: ModelOnMesh, optimizer: Optimizer) -> Iterator[Steppe
                 )
                 fix = "build the optimizer from the model's parameters, after the model was wrapped"
                 raise CheckpointError(Problem("foreign-parameter", what + " that is not the model's", fix=fix))
-            name = on_mesh.canonical(names[0])
-            local = on_mesh.local_tensor(name, where.of(names, parameter), owner=on_mesh.writes(names[0]))
-            yield SteppedParameter(index, parameter, local)
+            name, stored = on_mesh.canonical(names[0]), where.of(names, parameter)
+            local = on_mesh.local_tensor(name, stored, owner=on_mesh.writes(names[0]))
+            owned = full_steps.is_owner(parameter) if full_steps is not None else None
+            if owned is not None:
+                local = LocalTensor(name, _whole(stored), owner=local.owner)
+            yield SteppedParameter(index, parameter, local, local.owner and (owned or on_mesh.is_first), owned)
+
+
+def _whole(stored: StoredTensor) -> StoredTensor:
+    """All of a parameter, as its owner has it in a step."""
+    like = stored.local.new_empty(stored.shape, device="meta")
+    return StoredTensor(stored.fqn, stored.names, like, stored.shape, replicated(stored.shape, 1).slices(0))
 
 
 def collect(
@@ -78,16 +112,16 @@ def collect(
         name = local.name
         members.setdefault(stepped.group, []).append(name)
         state = optimizer.state.get(stepped.parameter)
-        if state is None:
+        if state is None or stepped.owned is False:
             continue
         _check_keys(state, name)
-        moments = {key: value for key, value in state.items() if _has_shape_of(stepped.parameter, value)}
+        moments = {key: value for key, value in state.items() if stepped.has_shape_of(value)}
         for key, value in moments.items():
             stored = replace(local.stored, local=to_local(value).detach())
             tensors.append(replace(local, name=f"{optimizer_name}/{name}/{key}", stored=stored))
         values = {key: value for key, value in state.items() if key not in moments}
         _check_values(values, name, local, optimizer)
-        if local.owner and on_mesh.is_first:
+        if stepped.describes:
             encoded = {
                 key: encode(_copy_to_cpu(value), f"{optimizer_name}.{name}.{key}", sink)
                 for key, value in values.items()
@@ -116,11 +150,6 @@ def _options(group: dict[str, Any], index: int, sink: TensorSink) -> dict[str, A
 
 def _copy_to_cpu(value: Any) -> Any:
     return to_local(value).detach().cpu() if isinstance(value, T) else value
-
-
-def _has_shape_of(parameter: Any, value: Any) -> bool:
-    local = to_local(parameter)
-    return local.ndim > 0 and isinstance(value, T) and to_local(value).shape == local.shape
 
 
 def _check_values(values: dict[str, Any], name: str, local: LocalTensor, optimizer: Optimizer) -> None:
@@ -168,13 +197,13 @@ class RestoredOptimizer:
 
     Attributes:
         parameters: the parameters whose state is replaced.
-        moments: (parameter, key, local tensor). values: (parameter, key, value, whether it was on an accelerator).
+        moments: (parameter, key, its tensor). values: (parameter, key, value, whether it was on an accelerator).
         options: the options of each parameter group.
     """
 
     optimizer: Optimizer
     parameters: list[Any] = field(default_factory=list)
-    moments: list[tuple[Any, str, T]] = field(default_factory=list)
+    moments: list[tuple[SteppedParameter, str, T]] = field(default_factory=list)
     values: list[tuple[Any, str, Any, bool]] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
 
@@ -182,8 +211,8 @@ class RestoredOptimizer:
         """Set the state and the groups' options."""
         for parameter in self.parameters:
             self.optimizer.state.pop(parameter, None)
-        for parameter, key, local in self.moments:
-            self.optimizer.state[parameter][key] = as_gradient(parameter, local.to(parameter.device))
+        for stepped, key, local in self.moments:
+            self.optimizer.state[stepped.parameter][key] = stepped.as_state(local)
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         for parameter, key, value, was_on_device in self.values:
             group = groups[id(parameter)]
@@ -243,7 +272,7 @@ class _Plan:
     def add(self, stepped: SteppedParameter, saved: dict[str, Any] | None) -> None:
         """A parameter of the saved optimizer. `saved`: the description of its state, if it had any."""
         self.restored.parameters.append(stepped.parameter)
-        if saved is None:
+        if saved is None or stepped.owned is False:
             return
         for key in saved["tensors"]:
             self._add_moment(stepped, key)
@@ -262,9 +291,9 @@ class _Plan:
             )
             raise CheckpointError(Problem("wrong-shape", what, where))
         dtype = _dtype_of_moment(saved, tensors.get(f"model/{stepped.local.name}"), stepped.parameter)
-        current = _current_moment(self.restored.optimizer, stepped.parameter, key, dtype)
+        current = _current_moment(self.restored.optimizer, stepped, key, dtype)
         local = allocate_local(stored, dtype, self.files.arena) if current is None else current
-        self.restored.moments.append((stepped.parameter, key, local))
+        self.restored.moments.append((stepped, key, local))
         self.jobs += jobs_for(self.files, saved, stored, local, hidden=current is None)
 
     def _add_value(self, stepped: SteppedParameter, key: str, encoded: Any, on_device: bool) -> None:
@@ -283,11 +312,11 @@ def _dtype_of_moment(saved: SavedTensor, weight: SavedTensor | None, parameter: 
     return parameter.dtype if follows else torch_dtype(saved.dtype)
 
 
-def _current_moment(optimizer: Optimizer, parameter: Any, key: str, dtype: torch.dtype) -> T | None:
+def _current_moment(optimizer: Optimizer, stepped: SteppedParameter, key: str, dtype: torch.dtype) -> T | None:
     """The optimizer's own local tensor of this state, if the saved values can be read into it."""
-    current = to_local(optimizer.state.get(parameter, {}).get(key))
-    like = to_local(parameter)
-    fits = isinstance(current, T) and (current.shape, current.dtype, current.device) == (like.shape, dtype, like.device)
+    current = to_local(optimizer.state.get(stepped.parameter, {}).get(key))
+    device = to_local(stepped.parameter).device
+    fits = stepped.has_shape_of(current) and (current.dtype, current.device) == (dtype, device)
     return current if fits else None
 
 

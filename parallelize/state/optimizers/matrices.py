@@ -140,7 +140,7 @@ def adjusted_lr(lr: float, adjust: str | None, shape: Sequence[int]) -> float:
     return lr * math.sqrt(max(1, rows / columns))
 
 
-def flops_of(shape: Sequence[int], num_steps: int) -> int:
-    """Of the orthogonalization of a matrix: its cost, by which matrices are divided among ranks."""
-    short, long = sorted(shape)
+def cost_of_matrix(box: Box, num_steps: int) -> int:
+    """The operations of the orthogonalization of a matrix, by which matrices are divided among ranks."""
+    short, long = sorted(matrix_shape_of(box))
     return num_steps * (4 * short * short * long + 2 * short**3)

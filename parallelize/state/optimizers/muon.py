@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -14,22 +14,25 @@ from torch.optim.adamw import adamw
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.comm.groups import Group
 from parallelize.state.layout_tensor.layout_dtensor import wrap_like
 from parallelize.state.optimizers.matrices import (
     COEFFICIENTS,
     LEARNING_RATES,
     SPLITS,
     adjusted_lr,
+    cost_of_matrix,
     matrices_of,
     matrix_names,
+    matrix_shape_of,
     orthogonalized,
 )
-from parallelize.state.optimizers.matrix_exchange import MatrixExchange, assign_owners
-from parallelize.state.records import mesh_of
+from parallelize.state.optimizers.owners import OwnerExchange, assign_owners, boxes_by_rank, stage_group
 from parallelize.state.stored_slices import StoredSlices
 
 T = torch.Tensor
+SENT = torch.bfloat16
+"""The first thing that the orthogonalization does is to round to it, and it is the dtype of its result: nothing is
+lost."""
 MATRICES, ELEMENTS = "matrices", "elements"
 
 
@@ -84,7 +87,7 @@ class Muon(Optimizer):
     ):
         _check(lr, momentum, adjust_lr_fn, split or {})
         self._is_matrix, self._split = matrices, dict(split or {})
-        self._exchange: MatrixExchange | None = None
+        self._exchange: OwnerExchange | None = None
         self._names: dict[int, str] = {}
         adam = {"betas": tuple(adamw_betas), "adamw_eps": adamw_eps}
         adam |= {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
@@ -107,15 +110,10 @@ class Muon(Optimizer):
         self._divide_groups(chosen)
         chosen = {self._names[id(p)] for g in self.param_groups if g["kind"] == MATRICES for p in g["params"]}
         pairs = {tensor.fqn: tensor.slices for tensor in stored.values() if tensor.fqn in chosen}
-        group = _stage_group(module)
-        boxes = {name: [pair.box for pair in slices] for name, slices in pairs.items()}
-        by_rank: list[Any] = [boxes]
-        if group is not None:
-            by_rank = [None] * group.size
-            dist.all_gather_object(by_rank, boxes, group=group.pg)
+        group = stage_group(module)
         units = [(name, box) for name in sorted(chosen) for box in matrices_of(module, name, shapes[name], self._split)]
-        num_steps = self.defaults["ns_steps"]
-        self._exchange = MatrixExchange(assign_owners(units, by_rank, num_steps), pairs, group)
+        cost = partial(cost_of_matrix, num_steps=self.defaults["ns_steps"])
+        self._exchange = OwnerExchange(assign_owners(units, boxes_by_rank(pairs, group), cost), pairs, group)
 
     def _divide_groups(self, matrices: set[str]) -> None:
         """Two groups of each: matrices, and others. Groups that were divided before, as in a checkpoint, stay."""
@@ -159,7 +157,7 @@ class Muon(Optimizer):
                 self._step_elements(group)
         return loss
 
-    def _step_matrices(self, exchange: MatrixExchange) -> None:
+    def _step_matrices(self, exchange: OwnerExchange) -> None:
         members = [(g, p) for g in self.param_groups if g["kind"] == MATRICES for p in g["params"]]
         if not members:
             return
@@ -170,23 +168,24 @@ class Muon(Optimizer):
             return
         updates = {name: self._momentum(group, p) for name, (group, p) in stepped.items()}
         results = []
-        for matrix, full in zip(exchange.owned, exchange.gather(updates, device), strict=True):
+        for matrix, full in zip(exchange.owned, exchange.gather(updates, SENT, device), strict=True):
             group = stepped[matrix.name][0] if matrix.name in stepped else None
             result = full if group is None else self._orthogonalized(group, full)
             results.append(result)
         del updates
-        parts = exchange.scatter(results, device)
+        parts = exchange.scatter(results, SENT, device)
         for group, p in stepped.values():
             private.plain_local(p).mul_(1 - _number(group["lr"]) * group["weight_decay"])
         for (matrix, pair), part in zip(exchange.stored_here, parts, strict=True):
             if matrix.name in stepped:
                 group, p = stepped[matrix.name]
-                lr = adjusted_lr(_number(group["lr"]), group["adjust_lr_fn"], matrix.shape)
+                lr = adjusted_lr(_number(group["lr"]), group["adjust_lr_fn"], matrix_shape_of(matrix.box))
                 private.plain_local(p)[pair.local].add_(part, alpha=-lr)
 
     @staticmethod
     def _orthogonalized(group: dict[str, Any], full: T) -> T:
-        return orthogonalized(full, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        matrix = full.view(full.shape[-2:])
+        return orthogonalized(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]).view_as(full)
 
     def _momentum(self, group: dict[str, Any], param: Any) -> T:
         """The update before the orthogonalization: element by element, on this rank's shard."""
@@ -234,15 +233,6 @@ class Muon(Optimizer):
 
 def _number(lr: Any) -> float:
     return float(lr)
-
-
-def _stage_group(module: nn.Module) -> Group | None:
-    """The ranks that have the same parameters, or shards of them: all but those of other pipeline stages."""
-    mesh = mesh_of(module)
-    if mesh is None or mesh.size == 1:
-        return None
-    axes = [axis for axis in mesh.spec.names if axis != "pp"]
-    return mesh.group(*axes) if axes else None
 
 
 def _check(lr: Any, momentum: float, adjust: str | None, split: Mapping[str, str]) -> None:

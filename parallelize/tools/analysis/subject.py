@@ -31,7 +31,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.stages import Stages
-from parallelize.tools.analysis.cost.data_axes import MatrixSteps, depends_on, matrix_parameters, matrix_steps
+from parallelize.tools.analysis.cost.data_axes import OwnerSteps, depends_on, matrix_parameters, owner_steps
 from parallelize.tools.analysis.cost.setting import Setting, check_setting
 from parallelize.tools.analysis.cost.training_step import RankStep
 from parallelize.tools.analysis.outline.outlined import OutlinedSubject
@@ -60,7 +60,7 @@ class Subject:
     _traces: dict[tuple, MicrobatchTrace] = field(default_factory=dict)
     _resolved: dict[tuple, ResolvedPlan] = field(default_factory=dict)
     _shards: dict[tuple, list[ParameterShard]] = field(default_factory=dict)
-    _matrices: dict[Hashable, MatrixSteps] = field(default_factory=dict)
+    _owned: dict[Hashable, OwnerSteps] = field(default_factory=dict)
 
     def model(self, weights_dtype: str) -> ModelFacts:
         """Names and shapes."""
@@ -206,7 +206,7 @@ class Subject:
             pp_rank,
             shards=self.shards(setting, pp_rank),
             split_trace=self.trace(setting, every_layer, True, to_one_rank) if splits else None,
-            matrices=self.matrix_steps(setting, pp_rank),
+            owned=self.owner_steps(setting, pp_rank),
         )
 
     def _splits_backward(self, setting: Setting, schedule: Schedule) -> bool:
@@ -230,14 +230,14 @@ class Subject:
         root = self.model(setting.weights_dtype).root
         return matrix_parameters(root, self.resolved(setting), setting, self.shards(setting, pp_rank))
 
-    def matrix_steps(self, setting: Setting, pp_rank: int) -> MatrixSteps:
-        """What Muon sends on one pp rank; nothing of another optimizer."""
+    def owner_steps(self, setting: Setting, pp_rank: int) -> OwnerSteps:
+        """What an optimizer of full matrices or parameters sends on one pp rank."""
         resolved, shards = self.resolved(setting), self.shards(setting, pp_rank)
         key = depends_on(resolved, setting, shards)  # which settings of other schedules, microbatches, recompute share
-        if key not in self._matrices:
+        if key not in self._owned:
             root = self.model(setting.weights_dtype).root
-            self._matrices[key] = matrix_steps(root, resolved, setting, shards)
-        return self._matrices[key]
+            self._owned[key] = owner_steps(root, resolved, setting, shards)
+        return self._owned[key]
 
 
 def check(subject: Subject, setting: Setting) -> None:

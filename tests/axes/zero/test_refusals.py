@@ -126,9 +126,9 @@ def test_an_optimizer_that_needs_no_shards(zero):
         torch.optim.AdamW(block.parameters()).step()
 
 
-@pytest.mark.parametrize(("name", "advice"), [("Adafactor", "AdamW"), ("Rprop", "build_optimizer")])
+@pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
-def test_a_stock_optimizer_that_cannot_step_dtensors(axes, name, advice):
+def test_a_stock_optimizer_that_cannot_step_dtensors(axes, name):
     """Before its step has changed anything."""
     initial = Block()
     models = [copy.deepcopy(initial) for _ in range(math.prod(axes.values()))]
@@ -140,11 +140,10 @@ def test_a_stock_optimizer_that_cannot_step_dtensors(axes, name, advice):
             shard_data(model, mesh, 3)
         optimizer = getattr(torch.optim, name)(model.parameters())
         model(torch.ones(3, WIDTH)).sum().backward()
-        with refused(ModelError, "unsharded-optimizer", name, advice):
+        with refused(ModelError, "unsharded-optimizer", name, "build_optimizer"):
             optimizer.step()
         assert not optimizer.state
-        if name == "Rprop":
-            build_optimizer(model, torch.optim.Rprop).step()
+        build_optimizer(model, getattr(torch.optim, name)).step()
 
     run_ranks(len(models), body)
 

@@ -11,6 +11,7 @@ from torch import nn, optim
 from parallelize import Muon, build_optimizer, local_optimizer
 from tests.matrix.feature import at, change, feature
 from tests.matrix.sides import Side
+from tests.support.own_optimizers import BlockAdam, Lion, Shampoo
 
 STABLE = {"eps": 1e-2}
 """Where a gradient is divided by its own size, rounding of the smallest ones would be all that is compared."""
@@ -33,12 +34,14 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
 MEET = ("sgd_momentum", "adamw", "adamw_fused", "rmsprop")
 """Those that meet other rows: the others step element by element as these do."""
 
-FULL_MATRICES = {"not-elementwise": "needs full matrices or one vector of all parameters"}
+ALL_PARAMETERS = {"not-elementwise": "needs one vector of all parameters"}
 
 
-def with_class(cls: Any, options: dict[str, Any]) -> Callable[[Side], None]:
+def with_class(cls: Any, options: dict[str, Any], **planned: Any) -> Callable[[Side], None]:
+    """planned: what `build_optimizer` is told of a class that it does not know."""
+
     def build(side: Side) -> None:
-        side.optimizer(cls, **options)
+        side.optimizer(cls, **options, **({} if side.alone else planned))
 
     return build
 
@@ -54,11 +57,17 @@ for _name, (_cls, _options) in CLASSES.items():
     change(_name, optimizer=with_class(_cls, _options), meets=_name in MEET)
 
 ADAFACTOR = (optim.Adafactor, {"eps": (1e-2, 1e-3)})
-change("adafactor", optimizer=with_class(*ADAFACTOR), refused=FULL_MATRICES)
+IN_FULL: dict[str, Any] = {
+    "refused_with": {"torch_checkpoint": {"state-on-owner": "each rank has the states of what it steps in full"}}
+}
+change("adafactor", optimizer=with_class(*ADAFACTOR), **IN_FULL)
+change("preconditioned", optimizer=with_class(Shampoo, {}, by_parameter=True), **IN_FULL)
+change("states_in_blocks", optimizer=with_class(BlockAdam, {}, by_parameter=True), meets=False)
+change("signs", optimizer=with_class(Lion, {}, elementwise=True), meets=False)
 change("rprop", optimizer=with_class(optim.Rprop, {}), prepare=_without_biases)
 
 
-@feature(refused=FULL_MATRICES)
+@feature(refused=ALL_PARAMETERS)
 def lbfgs(side: Side) -> None:
     side.place()
     optimizer = side.optimizer(optim.LBFGS, max_iter=1)

@@ -30,7 +30,7 @@ from parallelize import (
 from parallelize.state.stored_slices import stored_parameters
 from tests.matrix.axes import AXES
 from tests.matrix.feature import at, change, feature
-from tests.matrix.features.optimizers import ADAFACTOR, CLASSES, FULL_MATRICES, with_class
+from tests.matrix.features.optimizers import ADAFACTOR, CLASSES, with_class
 from tests.matrix.sides import Alone, Side, seeded
 from tests.support.models import keep_float64
 
@@ -141,7 +141,6 @@ for _name, _class in {**CLASSES, "adafactor": ADAFACTOR}.items():
         meets=False,
         needs={"own"},
         on=WITH_EVERY_CLASS.__contains__,
-        refused=FULL_MATRICES if _name == "adafactor" else {},
     )
 
 

@@ -11,28 +11,9 @@ from parallelize import Muon, build_mesh, build_optimizer, parallelize_model, pa
 from parallelize.base.errors import ModelError
 from tests.state.optimizers.muon_jobs import full_weights, set_gradients
 from tests.support.models import tiny_model
+from tests.support.own_optimizers import Shampoo
 from tests.support.refused import RULES, Block, refused, small_mesh
 from tests.support.threads import run_ranks
-
-
-class Shampoo(torch.optim.Optimizer):
-    """Preconditions each matrix from both sides: what SOAP and Shampoo have in common."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.ndim == 2:
-                    left, right = inverse_root(p.grad @ p.grad.T), inverse_root(p.grad.T @ p.grad)
-                    p.sub_(left @ p.grad @ right, alpha=group["lr"])
-
-
-def inverse_root(matrix):
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors @ torch.diag((values + 1.0) ** -0.25) @ vectors.T
 
 
 def test_options_of_muon_are_checked():
@@ -52,26 +33,34 @@ def test_muon_without_its_model_does_not_step():
         optimizer.step()
 
 
-@pytest.mark.parametrize("cls", [torch.optim.Adafactor, Shampoo])
-def test_optimizers_of_full_matrices_are_refused_on_shards(cls):
+@pytest.mark.parametrize("cls", [torch.optim.LBFGS, Shampoo])
+def test_optimizers_that_are_not_known_are_refused_on_shards(cls):
     with small_mesh(tp=2) as mesh:
         model = parallelize_module(Block(), mesh, RULES)
         with refused(ModelError, "not-elementwise", cls.__name__):
             build_optimizer(model, cls)
 
 
-@pytest.mark.parametrize("cls", [torch.optim.Adafactor, Shampoo])
-def test_so_are_they_where_only_experts_are_shards(cls):
+def test_so_are_they_where_only_experts_are_shards():
     """Without tp and at ZeRO 0, dense parameters are full, and experts over the data ranks are not."""
     base = tiny_model("mixtral")
 
     def body(rank):
         parallel = parallelize_model(deepcopy(base), build_mesh("cpu", dp=2), zero=0, ep=2)
-        with refused(ModelError, "not-elementwise", cls.__name__):
-            parallel.optimizer(cls)
+        with refused(ModelError, "not-elementwise", "Shampoo", "by_parameter=True"):
+            parallel.optimizer(Shampoo)
         return True
 
     assert run_ranks(2, body) == [True, True]
+
+
+def test_what_an_optimizer_needs_is_said_once():
+    with small_mesh(tp=2) as mesh:
+        model = parallelize_module(Block(), mesh, RULES)
+        with refused(ModelError, "not-elementwise", "not both"):
+            build_optimizer(model, Shampoo, elementwise=True, by_parameter=True)
+        with refused(ModelError, "not-elementwise", "LBFGS"):
+            build_optimizer(model, torch.optim.LBFGS, by_parameter=True)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adafactor, Shampoo])

@@ -134,7 +134,7 @@ def _with_copies(module: nn.Module, name: str) -> list[nn.Module]:
 
 def _keeps_logits(state: ModuleState) -> bool:
     marks = getattr(state.planned, "leave", None)
-    return state.defers_logits or isinstance(marks, partial) and "vocabulary" in marks.keywords
+    return state.defers_logits or (isinstance(marks, partial) and "vocabulary" in marks.keywords)
 
 
 @contextmanager

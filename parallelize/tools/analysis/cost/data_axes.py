@@ -6,19 +6,20 @@ The buckets are those of `axes/zero/reducer.py` (one function partitions both). 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from parallelize.axes.zero.data_ranks import GradientSize, partition
 from parallelize.axes.zero.optimizer_shards import GATHER_BYTES
-from parallelize.base.boxes import Box
+from parallelize.base.boxes import Box, full_box, shape_of, volume
 from parallelize.base.layout import even_interval
 from parallelize.base.mesh import MeshSpec, folded, folded_coordinates
 from parallelize.plan.parameter_shards import ParameterShard, expert_zero_dim, zero_groups
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
-from parallelize.state.optimizers.matrices import matrices_of, matrix_names
-from parallelize.state.optimizers.matrix_exchange import OwnedMatrix, assign_owners, exchanged_elements
+from parallelize.state.optimizers.matrices import cost_of_matrix, matrices_of, matrix_names, matrix_shape_of
+from parallelize.state.optimizers.owners import assign_owners, exchanged_elements, is_everywhere
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.record.trace_data import Message
 
@@ -204,92 +205,121 @@ def _fsdp_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterat
     yield flags, reductions  # one byte for each parameter; see `axes/zero/unused_parameters.py`
 
 
-# -- matrix steps ----------------------------------------------------------------------------------------------------
-# What a step of Muon sends and stores: shards of matrices to the ranks that orthogonalize them, and updates back.
-# Arithmetic. Which parameters are matrices, and which rank computes each, is decided by `optimizers/`, from the boxes
-# that each rank of a pipeline stage stores; here those are the boxes of the resolved plan.
+# -- owner steps -----------------------------------------------------------------------------------------------------
+# What a step sends and stores where one rank, the owner, computes with what others have shards of: Muon's matrices, and
+# parameters of an optimizer that steps each in full. Arithmetic. Who owns what is decided by `state/optimizers/`, from
+# the boxes that each rank of a pipeline stage stores; here those are the boxes of the resolved plan.
 
 
-OPTIMIZER = "muon"
+MUON = "muon"
+IN_FULL = ("adafactor",)
 MOMENTUM_BYTES = 4
 """Of state for each element of a matrix, in float32; other elements are stepped by AdamW."""
 _ITERATIONS = 5  # of the orthogonalization, by default
-_SENT_BYTES = 2  # bfloat16
+_SENT_BYTES = 2  # of Muon's matrices: bfloat16
 _FLAG_BYTES = 4  # int32, for each parameter: whether any rank has its gradient
 
 
 @dataclass(frozen=True)
-class MatrixSteps:
-    """The part of a rank's step that Muon's matrices are.
+class OwnerSteps:
+    """The part of a rank's step that its owned parameters or matrices are.
 
     Attributes:
-        names: of the parameters that are matrices. messages: in the order in which they are sent.
-        buffer_bytes: of updates before they are sent, what is sent and received, and the full matrices of this rank.
+        matrices: names of the parameters that are matrices of Muon. messages: in the order in which they are sent.
+        buffer_bytes: of what is sent and received, and what this rank owns in full.
+        state_bytes: of an optimizer whose state is no number of entries for each element.
     """
 
-    names: frozenset[str] = frozenset()
+    matrices: frozenset[str] = frozenset()
     messages: tuple[Message, ...] = ()
     buffer_bytes: int = 0
+    state_bytes: int = 0
 
 
-def matrix_steps(root: Any, resolved: ResolvedPlan, setting: Setting, shards: Sequence[ParameterShard]) -> MatrixSteps:
-    """Of the first rank of a pipeline stage; nothing where another optimizer steps.
+def owner_steps(root: Any, resolved: ResolvedPlan, setting: Setting, shards: Sequence[ParameterShard]) -> OwnerSteps:
+    """Of the first rank of a pipeline stage; nothing where an optimizer steps each element by itself.
 
     Args:
         root: the model, on any device. shards: the parameters of that rank.
     """
-    if setting.optimizer != OPTIMIZER:
-        return MatrixSteps()
+    if setting.optimizer != MUON and setting.optimizer not in IN_FULL:
+        return OwnerSteps()
     trained = {shard.name: shard for shard in shards if shard.trained}
-    names = matrix_parameters(root, resolved, setting, shards)
+    matrices = matrix_parameters(root, resolved, setting, shards)
+    names = matrices if setting.optimizer == MUON else trained
     rows = {name: resolved.parameters[resolved.facts.parameter_fqns[name]] for name in names}
     axes = [axis for axis in setting.mesh.names if axis != "pp"]
     ranks = [setting.mesh.coordinates(rank) for rank in setting.mesh.group_of(0, *axes)] if axes else [{}]
     stored = [dict(_boxes(rows, setting, rank)) for rank in ranks]
+    if setting.optimizer != MUON:
+        return _full_steps(rows, stored, setting)
     units = [(name, box) for name in sorted(names) for box in matrices_of(root, name, rows[name].fact.shape, {})]
-    matrices = assign_owners(units, stored, _ITERATIONS)
+    owned = assign_owners(units, stored, partial(cost_of_matrix, num_steps=_ITERATIONS))
+    both_ways = [exchanged_elements(owned, 0, len(ranks), to_owner=to_owner) for to_owner in (True, False)]
     local = sum(trained[name].local_numel(trained[name].splits.optimizer) for name in names)
-    return MatrixSteps(names, *_exchange(matrices, len(ranks), len(names), local, setting))
+    before, after = _most_bytes([matrix_shape_of(box.box) for box in owned if box.owner == 0], both_ways, len(ranks))
+    buffers = max(before + local * setting.gradient_bytes, after) if owned else 0
+    sent = zip(("matrices to their owners", "updates of matrices"), both_ways, strict=True)
+    return OwnerSteps(matrices, _messages(sent, len(ranks), len(names), _SENT_BYTES, setting), buffers)
+
+
+def _full_steps(rows: Mapping[str, ParameterRow], stored: list[dict[str, list[Box]]], setting: Setting) -> OwnerSteps:
+    """Of an optimizer that steps each parameter in full: values and gradients to the owners, and new values back."""
+    size, item = len(stored), setting.stepped_bytes
+    units = [(name, full_box(row.fact.shape)) for name, row in sorted(rows.items())]
+    whole = [box for name, box in units if is_everywhere(name, box, stored)]
+    owned = assign_owners([unit for unit in units if not is_everywhere(*unit, stored)], stored, volume)
+    to_owner, back = (exchanged_elements(owned, 0, size, to_owner=to_owner) for to_owner in (True, False))
+    stepped = [box.box for box in owned if box.owner == 0]
+    own = sum(map(volume, stepped))
+    most = max(sum(sent) + sum(received) for sent, received in (to_owner, back))
+    ways = (("values to their owners", to_owner), ("gradients to their owners", to_owner), ("new values", back))
+    buffers = (2 * own + most) * item if owned else 0
+    state = sum(map(_factors, [*whole, *stepped])) * item
+    return OwnerSteps(frozenset(), _messages(ways, size, len(owned), item, setting), buffers, state)
+
+
+def _factors(box: Box) -> int:
+    """Elements of Adafactor's state of a parameter: means over rows and columns, and of a vector all squares."""
+    elements, sizes = volume(box), shape_of(box)
+    return elements // sizes[-1] + elements // sizes[-2] if len(sizes) > 1 else elements
 
 
 def depends_on(resolved: ResolvedPlan, setting: Setting, shards: Sequence[ParameterShard]) -> Hashable:
-    """What `matrix_steps` of one model depends on; a constant where another optimizer steps."""
-    if setting.optimizer != OPTIMIZER:
+    """What `owner_steps` of one model depends on; a constant where an optimizer steps each element by itself."""
+    if setting.optimizer != MUON and setting.optimizer not in IN_FULL:
         return ()
     rows = (
         (shard, resolved.parameters[resolved.facts.parameter_fqns[shard.name]]) for shard in shards if shard.trained
     )
     stored = tuple((shard.name, shard.splits.optimizer, row.axis, row.layout) for shard, row in rows)
-    return stored, setting.mesh, setting.expert_ranks, bool(setting.zero), setting.zero == 3, setting.gradient_bytes
+    zero, item = (bool(setting.zero), setting.zero == 3), (setting.gradient_bytes, setting.stepped_bytes)
+    return stored, setting.optimizer, setting.mesh, setting.expert_ranks, zero, item
 
 
 def matrix_parameters(
     root: Any, resolved: ResolvedPlan, setting: Setting, shards: Sequence[ParameterShard]
 ) -> frozenset[str]:
     """Names of the parameters that Muon steps as matrices; none where another optimizer steps."""
-    if setting.optimizer != OPTIMIZER:
+    if setting.optimizer != MUON:
         return frozenset()
     trained = [shard.name for shard in shards if shard.trained]
     facts = resolved.facts
     return frozenset(matrix_names(root, {name: facts.parameters[facts.parameter_fqns[name]].shape for name in trained}))
 
 
-def _exchange(
-    matrices: list[OwnedMatrix], size: int, num_parameters: int, local_elements: int, setting: Setting
-) -> tuple[tuple[Message, ...], int]:
-    both_ways = [exchanged_elements(matrices, 0, size, to_owner=to_owner) for to_owner in (True, False)]
-    before, after = _most_bytes([matrix.shape for matrix in matrices if matrix.owner == 0], both_ways, size)
-    buffers = max(before + local_elements * setting.gradient_bytes, after)
-    if size == 1 or not matrices:
-        return (), buffers if matrices else 0
+def _messages(
+    ways: Iterable[tuple[str, tuple[list[int], list[int]]]], size: int, num_parameters: int, item: int, setting: Setting
+) -> tuple[Message, ...]:
+    """ways: what an exchange sends, and the elements that rank 0 sends to each and receives. item: bytes of one."""
+    if size == 1 or not num_parameters:
+        return ()
     axis = setting.group_name([name for name in setting.mesh.names if name != "pp"])
-    flags = Message("all_reduce", axis, size, num_parameters * _FLAG_BYTES, "gradients of matrices", "step")
-    exchanges = []
-    for (sent, received), module in zip(both_ways, ("matrices to their owners", "updates of matrices"), strict=True):
-        remote, arriving = (sum(counts[1:]) * _SENT_BYTES for counts in (sent, received))
-        message = Message("all_to_all", axis, size, sum(sent) * _SENT_BYTES, module, "step", arriving, remote)
-        exchanges.append(message)
-    return (flags, *exchanges), buffers
+    messages = [Message("all_reduce", axis, size, num_parameters * _FLAG_BYTES, "gradients that exist", "step")]
+    for module, (sent, received) in ways:
+        remote, arriving = (sum(counts[1:]) * item for counts in (sent, received))
+        messages.append(Message("all_to_all", axis, size, sum(sent) * item, module, "step", arriving, remote))
+    return tuple(messages)
 
 
 def _most_bytes(

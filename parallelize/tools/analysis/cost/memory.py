@@ -90,7 +90,8 @@ def memory_of(step: RankStep, by_segment: bool = True, walks: bool = True) -> Ra
     """
     setting, shards = step.setting, step.shards
     without_gradient = {shard.name for shard in shards if not step.has_gradient(shard.name)}
-    parameters, gradients, optimizer = stored_bytes(shards, setting, step.matrices.names, without_gradient)
+    parameters, gradients, optimizer = stored_bytes(shards, setting, step.owned.matrices, without_gradient)
+    optimizer += 0 if setting.offload_state else step.owned.state_bytes
     fixed = _fixed_gradients(step, gradients)
     pool = pool_bytes(shards, setting)
     walk: _MemoryWalk | _MicrobatchWalk
@@ -104,7 +105,7 @@ def memory_of(step: RankStep, by_segment: bool = True, walks: bool = True) -> Ra
     most = max(
         top.peak + pool,
         walk.finished + pool,
-        at_end + max(pool, step.matrices.buffer_bytes),
+        at_end + max(pool, step.owned.buffer_bytes),
         at_end + pool + max(_stepped(shards, setting), gathered_after_step(shards, setting)),
         at_end + _end_of_backward(shards, setting),
     )
@@ -341,8 +342,7 @@ def stored_bytes(
 
 
 def _state_bytes(shards: Sequence[ParameterShard], setting: Setting, matrices: Collection[str]) -> int:
-    in_float32 = setting.low_precision or setting.zero == 3
-    stepped_item = max(4, setting.compute_bytes) if in_float32 else setting.compute_bytes
+    stepped_item = setting.stepped_bytes
     state = _optimizer_elements(shards, setting) * (STATE_BYTES[setting.optimizer] * stepped_item // 4)
     if matrices:
         of_matrices = _optimizer_elements([shard for shard in shards if shard.name in matrices], setting)

@@ -20,7 +20,7 @@ from parallelize.tools.analysis.record.kernel_sets import known_kernels
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 0, "sgd_momentum": 4, "adafactor": 0, "lion": 4, "muon": 8}
 """Bytes of optimizer state per element, in float32; of Muon those of the elements that AdamW steps (see
-`matrix_steps.py`)."""
+`owner_steps`)."""
 
 RECORDED = "eager"
 """The kernels that stock models of PyTorch call: those that a recording of the model's code shows."""
@@ -130,6 +130,12 @@ class Setting(Options):
     def compute_bytes(self) -> int:
         """Bytes of an element in compute."""
         return ITEM_BYTES[self.dtype or self.weights_dtype]
+
+    @property
+    def stepped_bytes(self) -> int:
+        """Bytes of an element of what an optimizer steps, and of a state that has its dtype."""
+        in_float32 = self.low_precision or self.zero == 3
+        return max(4, self.compute_bytes) if in_float32 else self.compute_bytes
 
     @property
     def gradient_bytes(self) -> int:

@@ -16,7 +16,7 @@ from parallelize.axes.pipeline.schedules import Action, Schedule
 from parallelize.axes.pipeline.timeline import Receive, Step
 from parallelize.plan.parameter_shards import ParameterShard
 from parallelize.plan.stages import Stages
-from parallelize.tools.analysis.cost.data_axes import MatrixSteps, data_messages
+from parallelize.tools.analysis.cost.data_axes import OwnerSteps, data_messages
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.record.layer_dedup import ABSENT
 from parallelize.tools.analysis.record.trace_data import (
@@ -59,7 +59,7 @@ class RankStep:
         stages: None where the model has no layers to split.
         shards: the parameters of this rank.
         split_trace: a trace in which dgrad and wgrad ran apart, where the schedule does that; else None.
-        matrices: what an optimizer of full matrices sends; None: it steps each element by itself.
+        owned: what an optimizer of full matrices or parameters sends; None: it steps each element by itself.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class RankStep:
         *,
         shards: Sequence[ParameterShard],
         split_trace: MicrobatchTrace | None = None,
-        matrices: MatrixSteps | None = None,
+        owned: OwnerSteps | None = None,
     ):
         self.trace, self.stages, self.setting, self.schedule = trace, stages, setting, schedule
         self.shards, self.pp_rank, self.split_trace = list(shards), pp_rank, split_trace
-        self.matrices = matrices or MatrixSteps()
+        self.owned = owned or OwnerSteps()
         self.local_stages = [stage for stage, rank in enumerate(schedule.stage_ranks) if rank == pp_rank]
         self._segments: dict[tuple[int, bool], StageSegments] = {}
         self._totals: dict[int, tuple[Totals, Totals, Totals, Totals]] = {}
@@ -210,7 +210,7 @@ class RankStep:
         yield from data_messages(self.shards, self.setting)
         yield from ((message, 1) for message in (*self._ties(), *self._scalars()))
         yield from self._pending_reductions()
-        yield from ((message, 1) for message in self.matrices.messages)
+        yield from ((message, 1) for message in self.owned.messages)
 
     def _stage_messages(self) -> Iterator[tuple[Message, int]]:
         """(message, times) of tensors that are sent to stages of other ranks and received from them."""

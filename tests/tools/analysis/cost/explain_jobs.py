@@ -112,7 +112,12 @@ def built(family: str, adapter: Any = None, **model: Any) -> torch.nn.Module:
     return peft.get_peft_model(tiny_model(family, **model), adapter)
 
 
-_OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
+_OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "muon": Muon,
+    "adafactor": torch.optim.Adafactor,
+}
 
 
 def trained(
@@ -146,7 +151,7 @@ def sent_messages(rank: int, *configuration: Any) -> Any:
         job.parallel.step(**job.inputs)
         job.optimizer.step()
     others = job.coordinate("tp") + job.coordinate("cp")
-    if isinstance(job.optimizer, Muon):  # data ranks own other matrices
+    if isinstance(job.optimizer, (Muon, torch.optim.Adafactor)):  # data ranks own others
         others = sum(job.coordinate(axis) for axis in job.spec.names if axis != "pp")
     return job.coordinate("pp"), others, dict(counting.counts)
 

@@ -57,6 +57,7 @@ def test_zero(two_processes, zero):
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
     [
@@ -69,9 +70,10 @@ def test_zero(two_processes, zero):
     ],
     ids=str,
 )
-def test_the_state_of_muon(two_processes, family, sizes, options):
-    """A momentum for each element of a matrix that the rank stores, and AdamW's two moments for all others."""
-    check(two_processes, family, sizes, {**options, "optimizer": "muon"})
+def test_the_state_of_owners(two_processes, family, sizes, options, optimizer):
+    """Of Muon a momentum for each element of a matrix that the rank stores, and AdamW's two moments for all others; of
+    Adafactor next to nothing. Both have buffers of what is sent, and of what they own in full."""
+    check(two_processes, family, sizes, {**options, "optimizer": optimizer})
 
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipe_v"]

@@ -57,8 +57,9 @@ def test_zero(four_processes, zero):
     ],
     ids=str,
 )
-def test_the_exchange_of_muon(four_processes, family, sizes, options):
-    check(four_processes, family, sizes, {**options, "optimizer": "muon"}, batch=4, length=16)
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_the_exchange_with_owners(four_processes, family, sizes, options, optimizer):
+    check(four_processes, family, sizes, {**options, "optimizer": optimizer}, batch=4, length=16)
 
 
 @pytest.mark.variants(every=3)

@@ -39,15 +39,18 @@ def as_gradient(param: Any, value: T) -> Any:
 
 
 def serve_deep_copies() -> None:
-    """Let `copy.deepcopy` of a model copy its gradients, which are DTensors of views."""
+    """Let `copy.deepcopy` of a model copy its gradients, which are DTensors of views, or wider than parameters."""
     patches.replace(DTensor, "__deepcopy__", _copying_views)
 
 
 def _copying_views(stock: Callable[..., Any]) -> Callable[..., Any]:
     def deep_copy(self: Any, memo: dict[int, Any]) -> Any:
-        if id(self) in memo or not self.is_leaf or not self.storage_offset():
+        is_wider = self.grad is not None and self.grad.dtype != self.dtype
+        if id(self) in memo or not self.is_leaf or not (self.storage_offset() or is_wider):
             return stock(self, memo)
         copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        if is_wider:
+            copied.grad_dtype = None  # as of the parameter, which PyTorch's copy does not keep
         copied.grad = copy.deepcopy(self.grad, memo)
         return copied
 

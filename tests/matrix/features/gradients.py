@@ -216,7 +216,7 @@ def added_group(side: Side) -> None:
     side.step(2)
 
 
-@at("between")
+@at("between", apart={"second layer"})
 def frozen_later(side: Side, number: int) -> None:
     for parameter in side.like(".1.").values():
         parameter.requires_grad_(False)

@@ -43,7 +43,13 @@ def _of_the_last_layer(model: nn.Module) -> nn.Module:
 
 TIED_TOKENS = {"reused-module": "embedding and head on different stages have one table of trained tokens"}
 TOKENS = lora(target_modules=ATTENTION, trainable_token_indices=[1, 5, 40])
-adapter("lora_of_the_last_layer", prepare=_of_the_last_layer, **PLAIN, refused_with={"fused_loss": OF_A_HEAD})
+adapter(
+    "lora_of_the_last_layer",
+    prepare=_of_the_last_layer,
+    apart=frozenset({"second layer"}),
+    **PLAIN,
+    refused_with={"fused_loss": OF_A_HEAD},
+)
 adapter(
     "trained_tokens",
     prepare=TOKENS,
@@ -59,7 +65,12 @@ adapter(
     refused_with={"fused_loss": OF_A_HEAD},
     **PLAIN,
 )
-adapter("lora_of_the_last_layer_after", placed=added(lora(target_modules=ATTENTION, layers_to_transform=[1])), **PLAIN)
+adapter(
+    "lora_of_the_last_layer_after",
+    placed=added(lora(target_modules=ATTENTION, layers_to_transform=[1])),
+    apart=frozenset({"second layer"}),
+    **PLAIN,
+)
 adapter(
     "modules_to_save_after",
     placed=added(lora(target_modules=ATTENTION, modules_to_save=["lm_head"])),

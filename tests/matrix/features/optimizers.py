@@ -27,7 +27,7 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamax": (optim.Adamax, STABLE),
     "nadam": (optim.NAdam, STABLE),
     "radam": (optim.RAdam, STABLE),
-    "rmsprop": (optim.RMSprop, {**STABLE, "momentum": 0.5, "centered": True}),
+    "rmsprop": (optim.RMSprop, {**STABLE, "momentum": 0.5}),
     "asgd": (optim.ASGD, {}),
 }
 
@@ -144,7 +144,12 @@ def offloaded_state(side: Side) -> None:
     side.optimizer(optim.AdamW, **STABLE, **({} if side.alone else {"offload_state": True}))
 
 
-@at("optimizer", on=lambda axis: axis.ranks("dp", "dp_replicate", "pp") == 1, apart={"mesh"})
+@at(
+    "optimizer",
+    on=lambda axis: axis.ranks("dp", "dp_replicate", "pp") == 1,
+    apart={"mesh"},
+    refused_with={"dtype": {"unsharded-optimizer": "build_optimizer alone knows the float32 copies"}},
+)
 def local_steps(side: Side) -> None:
     """An optimizer of the user's own whose step runs on local tensors."""
     optimizer = optim.AdamW(side.model.parameters(), lr=0.05, **STABLE)

@@ -47,6 +47,7 @@ def bfloat16_weights(side: Side) -> None:
     rounds=torch.bfloat16,
     without=PLAIN | {"vision"},
     apart={"dtype"},
+    refused_with={"*_after": {"added-parameter": "ZeRO 3 casts what it gathers, and has later adapters in full"}},
 )
 def bfloat16_compute(side: Side) -> None:
     if side.alone:

@@ -18,7 +18,7 @@ Batch = tuple[dict[str, T], T]
 change("targets")  # the loop as it is
 
 
-@at("step")
+@at("step", apart={"labels"})
 def labels(side: Side, number: int) -> None:
     """As the stock model takes them: causal models shift them."""
     side.step(number, labels=side.local(side.kind.labels(number)))
@@ -183,7 +183,7 @@ def _squared_margin(output: object, targets: torch.Tensor) -> torch.Tensor:
 change(  # a loss of the user's: the sum over a microbatch, and what it is divided by
     "own_loss",
     options={"loss": _squared_margin, "count": lambda targets: targets.numel()},
-    apart={"loss"},
+    apart={"loss", "labels"},  # with a loss of the user's, labels are an input of the model
     needs={"text"},
 )
 

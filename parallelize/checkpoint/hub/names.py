@@ -15,6 +15,7 @@ from torch import nn
 
 from parallelize.base.boxes import Part, full_part
 from parallelize.base.errors import CheckpointError, Problem, near, short_list
+from parallelize.checkpoint.format.resized_vocabulary import ResizedVocabulary, resized_vocabulary
 from parallelize.checkpoint.hub.hf_conversions import (
     ConvertedCheckpoint,
     ConvertedTensor,
@@ -64,10 +65,12 @@ class TensorSources:
             checkpoint does not contain are omitted, and so are non-persistent buffers.
         twins: (used, ignored): two tensors of the checkpoint for one tied parameter of the model. They have the same
             shape, and the caller must check that they are equal. If they differ, transformers would untie the model.
+        resized: how the vocabulary of the checkpoint differs, where that may be. Parts cover fewer tokens then, or more.
     """
 
     by_name: dict[str, tuple[Part, ...] | ComputedTensor]
     twins: tuple[tuple[str, str], ...] = ()
+    resized: ResizedVocabulary | None = None
 
 
 def find_sources(
@@ -77,6 +80,7 @@ def find_sources(
     *,
     allow_missing: bool = False,
     allow_unexpected: bool = False,
+    resize_vocabulary: bool = False,
 ) -> TensorSources:
     """Find the boxes of tensors of a checkpoint that make up each tensor of a model.
 
@@ -86,12 +90,13 @@ def find_sources(
         checkpoint: name -> (dtype, shape) of its tensors.
         allow_missing: tensors that the checkpoint does not contain are omitted from the result.
         allow_unexpected: ignore tensors that the model does not have.
+        resize_vocabulary: tensors may differ in the number of tokens.
 
     Raises: CheckpointError with all problems: `missing-tensor` (except those that the class allows to be missing),
         `unexpected-tensor` (except those that the class ignores, and buffers that are not persistent), `wrong-shape`.
     """
     with stock_classes(module):
-        return _find_sources(module, tensors, checkpoint, allow_missing, allow_unexpected)
+        return _find_sources(module, tensors, checkpoint, allow_missing, allow_unexpected, resize_vocabulary)
 
 
 def _find_sources(
@@ -100,6 +105,7 @@ def _find_sources(
     checkpoint: Mapping[str, tuple[str, Shape]],
     allow_missing: bool,
     allow_unexpected: bool,
+    resize_vocabulary: bool,
 ) -> TensorSources:
     derived = _derived_buffers(module)
     stored = [tensor for tensor in tensors if not (tensor.is_buffer and derived.issuperset(tensor.names))]
@@ -114,18 +120,35 @@ def _find_sources(
         problems += _missing_problems(_missing_tensors(module, stored, names_of, converted), unused)
     if not allow_unexpected:
         problems += _unexpected_problems(unused, shapes)
+    resized = _resized(module, shapes, converted.tensors)
     problems += [
-        _wrong_shape(tensor, name, converted.tensors[name])
+        _wrong_shape(tensor, name, converted.tensors[name], resized)
         for tensor in stored
         for name in names_of[tensor.name]
         if converted.tensors[name].shape != tensor.shape
+        and not (resize_vocabulary and _explains(resized, tensor, converted.tensors[name]))
     ]
     if problems:
         raise CheckpointError(*problems)
     by_name = {
         tensor.name: _source(converted.tensors[names_of[tensor.name][0]]) for tensor in stored if names_of[tensor.name]
     }
-    return TensorSources(by_name, tuple(_twins(stored, names_of, converted.tensors)))
+    twins = tuple(_twins(stored, names_of, converted.tensors))
+    return TensorSources(by_name, twins, resized if resize_vocabulary else None)
+
+
+def _resized(
+    module: nn.Module, shapes: Mapping[str, Shape], converted: Mapping[str, ConvertedTensor]
+) -> ResizedVocabulary | None:
+    def saved_shape(name: str) -> Shape | None:
+        return converted[name].shape if name in converted else None
+
+    return resized_vocabulary(module, saved_shape, shapes.get)
+
+
+def _explains(resized: ResizedVocabulary | None, tensor: ModelTensor, converted: ConvertedTensor) -> bool:
+    """Whether a tensor differs in the number of tokens alone, and is read part by part."""
+    return resized is not None and converted.parts is not None and resized.explains(converted.shape, tensor.shape)
 
 
 def parts_to_save(module: nn.Module, tensors: Sequence[ModelTensor]) -> dict[str, tuple[Shape, tuple[Part, ...]]]:
@@ -295,9 +318,14 @@ def _unexpected_problems(unused: Mapping[str, tuple[str, ...]], shapes: Mapping[
     return problems
 
 
-def _wrong_shape(tensor: ModelTensor, name: str, tensors: ConvertedTensor) -> Problem:
+def _wrong_shape(
+    tensor: ModelTensor, name: str, tensors: ConvertedTensor, resized: ResizedVocabulary | None
+) -> Problem:
     rows = (
         ("model", f"{name} {list(tensor.shape)}"),
         ("checkpoint", f"{list(tensors.shape)} from {short_list(tensors.sources, 4)}"),
     )
-    return Problem("wrong-shape", "the checkpoint has another shape", tensor.name, rows, "check the model's config")
+    fix = "check the model's config"
+    if _explains(resized, tensor, tensors):
+        fix += "; or resize_vocabulary=True, which reads the tokens that both have"
+    return Problem("wrong-shape", "the checkpoint has another shape", tensor.name, rows, fix)

@@ -73,6 +73,7 @@ def load_pretrained(
     allow_missing: bool = False,
     allow_unexpected: bool = False,
     allow_pickle: bool = False,
+    resize_vocabulary: bool = False,
     rebuild: Rebuild | None = None,
     mapped: bool = False,
     timeout_s: float = TIMEOUT_S,
@@ -95,6 +96,8 @@ def load_pretrained(
         allow_missing: tensors that are not in the folder keep their values. No effect for a model on the meta device.
         allow_unexpected: ignore tensors that the model does not have.
         allow_pickle: read `pytorch_model.bin` if there are no safetensors files; see `HubFolder`.
+        resize_vocabulary: of a folder with another number of tokens, load those that both have. More tokens of the
+            model keep their values.
         rebuild: functions that recreate buffers of a model on the meta device, by name, as for `materialize`.
         mapped: a parameter whose shard is one run of bytes in a safetensors file of the model's dtype (shards along dim
             0, and full tensors) becomes a view of the file, whose pages are read at their first use and copied at their
@@ -105,15 +108,15 @@ def load_pretrained(
 
     Returns: the bytes read and filled by this rank.
     Raises: CheckpointError, on every rank: `missing-tensor` and `unexpected-tensor` with similar names, `wrong-shape`,
-        `wrong-dtype`, `twins-differ`, `not-mappable`, and those of the files (see `HubFolder`). The model is then
-        unchanged.
+        `missing-rows`, `wrong-dtype`, `twins-differ`, `not-mappable`, and those of the files (see `HubFolder`). The
+        model is then unchanged.
     Cost: two small rendezvous of all ranks (names and shapes; errors). No tensor is communicated.
     """
     module, on_mesh = model_on_mesh(model, mesh)
     sync = RankSync(on_mesh.mesh, timeout_s, own_group=False)
     try:
         return _Load(module, on_mesh, sync, device, rebuild, mapped).run(
-            folder, allow_missing, allow_unexpected, allow_pickle
+            folder, allow_missing, allow_unexpected, allow_pickle, resize_vocabulary
         )
     finally:
         sync.close()
@@ -136,7 +139,9 @@ class _Load:
         self.meta_model = MetaModel(module)
         self.arena = Arena()
 
-    def run(self, folder: Any, allow_missing: bool, allow_unexpected: bool, allow_pickle: bool) -> Loaded:
+    def run(
+        self, folder: Any, allow_missing: bool, allow_unexpected: bool, allow_pickle: bool, resize_vocabulary: bool
+    ) -> Loaded:
         reshard_units(self.module)
         tensors = model_tensors(self.on_mesh, self.sync)
         self.adapters = new_adapters(self.module)
@@ -152,7 +157,10 @@ class _Load:
                     hub.tensors,
                     allow_missing=allow_missing,
                     allow_unexpected=allow_unexpected,
+                    resize_vocabulary=resize_vocabulary,
                 )
+                if self.meta_model.was_meta and sources.resized is not None:
+                    sources.resized.refuse_without_values(str(hub.folder))
                 generation = read_generation_config(stock.module, folder)
                 loaded = self._read(hub, stock.of_model(sources), staged)
         except Exception as cause:  # every rank must reach the rendezvous below
@@ -190,7 +198,7 @@ class _Load:
         filled = [tensor for tensor in tensors if fqn_of(tensor) in sources.by_name]
         _check_dtypes(hub, sources, filled)
         check_floating(hub, [name for item in quantized for name in source_names(sources.by_name[item.name])])
-        destinations = [(tensor, self._destination(tensor)) for tensor in filled]
+        destinations = [(tensor, self._destination(tensor, sources.resized is not None)) for tensor in filled]
         blocks = {fqn_of(t): (t, self._destination(t)) for t in tensors if fqn_of(t) in stored_as_codes}
         jobs = [job for tensor, destination in destinations for job in _jobs(tensor, destination, sources)]
         jobs.sort(key=lambda job: (hub.position(job.source), job.box))
@@ -214,10 +222,13 @@ class _Load:
             filled_bytes[fqn_of(tensor)] += tensor.stored.local.nbytes
         return Loaded(hub.bytes_read, sum(filled_bytes.values()), sum(filled_bytes[name] for name in mapped))
 
-    def _destination(self, tensor: LocalTensor) -> T:
-        """What is filled for a local tensor: itself where the model was on meta, else memory beside it."""
+    def _destination(self, tensor: LocalTensor, keeps: bool = False) -> T:
+        """What is filled for a local tensor: itself where the model was on meta, else memory beside it. keeps: what is
+        not filled has the values of now."""
         if self.meta_model.was_meta:
             return self.meta_model.cleared_local(tensor)
+        if keeps:
+            return tensor.stored.local.detach().clone()
         return allocate_local(tensor.stored, tensor.stored.local.dtype, self.arena)
 
 

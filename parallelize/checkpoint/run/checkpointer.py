@@ -298,6 +298,7 @@ class Checkpointer:
         check: bool = True,
         set_aside: bool = False,
         new_optimizer: bool = False,
+        resize_vocabulary: bool = False,
     ) -> int:
         """Load the newest checkpoint, or that of `step`. Without `step`, an empty folder changes nothing. A collective.
 
@@ -311,6 +312,7 @@ class Checkpointer:
             check: see `load_checkpoint`.
             set_aside: with `step`: rename newer checkpoints, because their steps will be saved again.
             new_optimizer: leave optimizers as they are, such as of another class than the saved ones.
+            resize_vocabulary: see `load_checkpoint`.
 
         Returns: the step at which training continues; 0 if there is no checkpoint.
         Raises: CheckpointError `no-checkpoint`, `newer-checkpoints` and those of `load_checkpoint`, on every rank,
@@ -322,7 +324,7 @@ class Checkpointer:
         if folder is None:
             return 0
         run = replace(self.run, optimizers={}) if new_optimizer else self.run
-        loading = self._load(folder, run, LoadOptions(strict, cast, check))
+        loading = self._load(folder, run, LoadOptions(strict, cast, check, resize_vocabulary))
         self.values = loading.values
         if set_aside:
             self._folder.set_aside(loading.manifest.step)

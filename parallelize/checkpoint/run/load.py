@@ -16,6 +16,7 @@ from parallelize.checkpoint.format.folders import check_files, saving_nodes
 from parallelize.checkpoint.format.header import is_lossy
 from parallelize.checkpoint.format.json_codec import decode
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor, read_manifest
+from parallelize.checkpoint.format.resized_vocabulary import ResizedVocabulary, resized_vocabulary
 from parallelize.checkpoint.run import run_state
 from parallelize.checkpoint.run.fill_tensors import (
     Files,
@@ -46,11 +47,13 @@ class LoadOptions:
     Attributes:
         strict: a missing or unexpected tensor is an error. cast: dtypes may lose precision.
         check: compare every hash of what is read. progress: called with the number of bytes after each read.
+        resize_vocabulary: of another number of tokens, read those that both have.
     """
 
     strict: bool = True
     cast: bool = False
     check: bool = True
+    resize_vocabulary: bool = False
     progress: Callable[[int], None] | None = None
 
 
@@ -62,6 +65,7 @@ class Loading:
     manifest: Manifest = field(default_factory=lambda: Manifest(0, {}, {}, {}, {}))
     weights: list[tuple[LocalTensor, T]] = field(default_factory=list)
     optimizers: list[RestoredOptimizer] = field(default_factory=list)
+    resized: ResizedVocabulary | None = None
     state: dict[str, Any] = field(default_factory=dict)
     values: Any = None
     jobs: list[ReadJob] = field(default_factory=list)
@@ -92,7 +96,11 @@ def load_run(
                 raise error
             files = files or _open(folder)
             loading.manifest = files.manifest
-            _check_names(_Matching(files.manifest, str(folder), tensors, names), options.strict, meta_model.was_meta)
+            matching = _Matching(
+                files.manifest, str(folder), tensors, names, _resized(files.manifest, on_mesh, tensors)
+            )
+            loading.resized = matching.resized if options.resize_vocabulary else None
+            _check_names(matching, options, meta_model.was_meta)
             _read(loading, files, run, on_mesh, meta_model, tensors)
         except Exception as caught:
             error = as_parallelize_error(caught)
@@ -174,7 +182,9 @@ def _read(
     for name, optimizer in run.optimizers.items():
         description = _saved_optimizer(loading.manifest, name, options.strict)
         if description is not None:
-            restored, jobs = plan_optimizer(on_mesh, name, optimizer, description, files, strict=options.strict)
+            restored, jobs = plan_optimizer(
+                on_mesh, name, optimizer, description, files, strict=options.strict, resized=loading.resized
+            )
             loading.optimizers.append(restored)
             loading.jobs += jobs
     prepare_jobs(files, loading.jobs, options.check, options.progress)
@@ -193,21 +203,39 @@ def _saved_optimizer(manifest: Manifest, name: str, strict: bool) -> dict[str, A
 
 @dataclass(frozen=True)
 class _Matching:
-    """Tensors of a checkpoint and of a model, to be matched by name. `all_names`: the names of the full model."""
+    """Tensors of a checkpoint and of a model, to be matched by name. `all_names`: the names of the full model.
+    `resized`: how their vocabularies differ."""
 
     manifest: Manifest
     where: str
     tensors: list[LocalTensor]
     all_names: set[str]
+    resized: ResizedVocabulary | None = None
 
     @property
     def saved(self) -> dict[str, SavedTensor]:
         return {name: saved for name, saved in self.manifest.tensors.items() if name.startswith("model/")}
 
 
-def _check_names(matching: _Matching, strict: bool, on_meta: bool) -> None:
+def _resized(manifest: Manifest, on_mesh: ModelOnMesh, tensors: list[LocalTensor]) -> ResizedVocabulary | None:
+    facts = on_mesh.cut.facts if on_mesh.cut is not None else None
+    own = {_fqn(tensor.name): tensor.stored.shape for tensor in tensors}
+
+    def own_shape(name: str) -> tuple[int, ...] | None:
+        if facts is None or name not in facts.parameter_fqns:
+            return own.get(on_mesh.canonical(name))
+        return facts.parameters[facts.parameter_fqns[name]].shape
+
+    def saved_shape(name: str) -> tuple[int, ...] | None:
+        saved = manifest.tensors.get(f"model/{on_mesh.canonical(name)}")
+        return saved.shape if saved is not None else None
+
+    return resized_vocabulary(on_mesh.module, saved_shape, own_shape)
+
+
+def _check_names(matching: _Matching, options: LoadOptions, on_meta: bool) -> None:
     """Report missing, unexpected and misshapen tensors, all at once."""
-    saved, where = matching.saved, matching.where
+    saved, where, strict = matching.saved, matching.where, options.strict
     missing: list[str] = []
     unexpected: list[str] = []
     if strict or on_meta:  # a meta tensor that is not filled would have arbitrary values
@@ -215,6 +243,12 @@ def _check_names(matching: _Matching, strict: bool, on_meta: bool) -> None:
     if strict:
         unexpected = [name for name in saved if name not in matching.all_names]
     misshapen = [t for t in matching.tensors if t.name in saved and saved[t.name].shape != t.stored.shape]
+    resized = matching.resized
+    of_vocabulary = {t.name for t in misshapen if resized and resized.explains(saved[t.name].shape, t.stored.shape)}
+    if options.resize_vocabulary:
+        misshapen = [tensor for tensor in misshapen if tensor.name not in of_vocabulary]
+        if on_meta and of_vocabulary and resized is not None:
+            resized.refuse_without_values(where)
     problems = [_unmatched("missing-tensor", "was not saved", name, saved, where) for name in missing[:_MOST_REPORTED]]
     problems += [
         _unmatched("unexpected-tensor", "is not in this model", name, matching.all_names, where)
@@ -223,7 +257,10 @@ def _check_names(matching: _Matching, strict: bool, on_meta: bool) -> None:
     for tensor in misshapen[:_MOST_REPORTED]:
         saved_shape, shape = list(saved[tensor.name].shape), list(tensor.stored.shape)
         what = f"{_fqn(tensor.name)} was saved as {saved_shape}, the model has {shape}"
-        problems.append(Problem("wrong-shape", what, where, fix="load it into the model that was saved"))
+        fix = "load it into the model that was saved"
+        if tensor.name in of_vocabulary:
+            fix += "; or resize_vocabulary=True, which reads the tokens that both have"
+        problems.append(Problem("wrong-shape", what, where, fix=fix))
     rest = len(missing) + len(unexpected) + len(misshapen) - len(problems)
     if rest:
         problems.append(Problem("more-problems", f"and {rest} more of these kinds", where))

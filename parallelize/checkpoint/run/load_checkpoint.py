@@ -37,6 +37,7 @@ def load_checkpoint(
     strict: bool = True,
     cast: bool = False,
     check: bool = True,
+    resize_vocabulary: bool = False,
     timeout_s: float = TIMEOUT_S,
     progress: Callable[[int], None] | None = None,
 ) -> int:
@@ -55,13 +56,15 @@ def load_checkpoint(
         strict: a missing or unexpected tensor is an error.
         cast: dtypes may lose precision, as for float32 weights in a bfloat16 model.
         check: compare the hash of everything that is read.
+        resize_vocabulary: of a checkpoint with another number of tokens, load those that both have. More tokens of the
+            model keep their values, and their optimizer states are zero.
         timeout_s: how long ranks wait for each other, in seconds.
         progress: called with the number of bytes after each read.
 
     Returns: the checkpoint's step.
     Raises: CheckpointError with file and tensor, on every rank, before anything is changed: `missing-tensor`,
-        `unexpected-tensor`, `wrong-shape`, `narrower-dtype`, `missing-state`, `other-checkpoint`, `missing-node-files`
-        and those of damaged files.
+        `unexpected-tensor`, `wrong-shape`, `missing-rows`, `narrower-dtype`, `missing-state`, `other-checkpoint`,
+        `missing-node-files` and those of damaged files.
     Cost: each rank reads its own elements only; with `check`, those in use are read twice, the second time from the
         page cache. Short messages are sent, and no tensors but, with `shared=False`, those of files that a rank does
         not see.
@@ -71,7 +74,7 @@ def load_checkpoint(
     sync = RankSync(on_mesh.mesh, timeout_s, own_group=False)
     try:
         path = _folder_of_step(folder, step, sync, shared)
-        options = LoadOptions(strict, cast, check, progress)
+        options = LoadOptions(strict, cast, check, resize_vocabulary, progress)
         return load_run(path, run, on_mesh, sync, options, shared=shared).manifest.step
     finally:
         sync.close()

@@ -23,6 +23,7 @@ from parallelize.base.layout import replicated
 from parallelize.checkpoint.format.device_pieces import torch_dtype
 from parallelize.checkpoint.format.json_codec import TensorSink, decode, encode
 from parallelize.checkpoint.format.manifest import SavedTensor
+from parallelize.checkpoint.format.resized_vocabulary import ResizedVocabulary
 from parallelize.checkpoint.run.fill_tensors import Files, ReadJob, allocate_local, jobs_for, read_full
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
 from parallelize.checkpoint.run.run_state import describe_optimizer_class
@@ -228,15 +229,22 @@ class RestoredOptimizer:
 
 
 def plan_optimizer(
-    on_mesh: ModelOnMesh, name: str, optimizer: Optimizer, description: dict[str, Any], files: Files, *, strict: bool
+    on_mesh: ModelOnMesh,
+    name: str,
+    optimizer: Optimizer,
+    description: dict[str, Any],
+    files: Files,
+    *,
+    strict: bool,
+    resized: ResizedVocabulary | None = None,
 ) -> tuple[RestoredOptimizer, list[ReadJob]]:
-    """(what to set, what to read for it). Nothing is changed.
+    """(what to set, what to read for it). Nothing is changed. resized: how the vocabulary may differ.
 
     Raises: CheckpointError `other-optimizer`, `missing-parameter`, `wrong-shape`, `groups-differ`, `missing-tensor`,
         `unsavable-state`.
     """
     _check_class(optimizer, description)
-    plan = _Plan(RestoredOptimizer(optimizer), name, files)
+    plan = _Plan(RestoredOptimizer(optimizer), name, files, resized)
     group_of = {name: index for index, group in enumerate(description["groups"]) for name in group["params"]}
     saved_groups: dict[int, set[int]] = {}  # group of the optimizer -> saved groups that its parameters were in
     unsaved = []
@@ -265,8 +273,8 @@ def _check_class(optimizer: Optimizer, description: dict[str, Any]) -> None:
 class _Plan:
     """What to read for an optimizer's state, collected parameter by parameter."""
 
-    def __init__(self, restored: RestoredOptimizer, name: str, files: Files):
-        self.restored, self.name, self.files = restored, name, files
+    def __init__(self, restored: RestoredOptimizer, name: str, files: Files, resized: ResizedVocabulary | None):
+        self.restored, self.name, self.files, self.resized = restored, name, files, resized
         self.jobs: list[ReadJob] = []
 
     def add(self, stepped: SteppedParameter, saved: dict[str, Any] | None) -> None:
@@ -285,25 +293,35 @@ class _Plan:
         saved, stored = tensors.get(full_name), stepped.local.stored
         if saved is None:
             raise CheckpointError(Problem("missing-tensor", f"no tensor {full_name!r} was saved", where))
-        if saved.shape != stored.shape:
+        is_resized = self.resized is not None and self.resized.explains(saved.shape, stored.shape)
+        if saved.shape != stored.shape and not is_resized:
             what = (
                 f"{key} of {stepped.local.name} was saved as {list(saved.shape)}, the parameter is {list(stored.shape)}"
             )
             raise CheckpointError(Problem("wrong-shape", what, where))
         dtype = _dtype_of_moment(saved, tensors.get(f"model/{stepped.local.name}"), stepped.parameter)
-        current = _current_moment(self.restored.optimizer, stepped, key, dtype)
+        current = None if is_resized else _current_moment(self.restored.optimizer, stepped, key, dtype)
         local = allocate_local(stored, dtype, self.files.arena) if current is None else current
+        if is_resized:  # tokens that the checkpoint does not have
+            local.zero_()
         self.restored.moments.append((stepped, key, local))
         self.jobs += jobs_for(self.files, saved, stored, local, hidden=current is None)
 
     def _add_value(self, stepped: SteppedParameter, key: str, encoded: Any, on_device: bool) -> None:
         value = decode(encoded, lambda where: read_full(self.files, where), f"{self.name}.{stepped.local.name}.{key}")
         axes = sorted(stepped.local.stored.axes)
+        if isinstance(value, T) and value.numel() != 1 and self._is_resized(stepped.local):
+            assert self.resized is not None
+            value = self.resized.resized(value)
         if isinstance(value, T) and value.numel() != 1 and axes:
             shape, over = list(value.shape), ", ".join(axes)
             what = f"{key} of {stepped.local.name} is {shape}, and the parameter is sharded over {over}"
             raise CheckpointError(Problem("unsavable-state", what, fix="load it where the parameter is not sharded"))
         self.restored.values.append((stepped.parameter, key, value, on_device))
+
+    def _is_resized(self, local: LocalTensor) -> bool:
+        weight = self.files.manifest.tensors.get(f"model/{local.name}")
+        return bool(weight and self.resized and self.resized.explains(weight.shape, local.stored.shape))
 
 
 def _dtype_of_moment(saved: SavedTensor, weight: SavedTensor | None, parameter: Any) -> torch.dtype:

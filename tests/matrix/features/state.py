@@ -113,10 +113,71 @@ def _resume_on_another_mesh(side: Side, folder: str) -> None:
         side.model, side.optimizers = other.model, other.optimizers
 
 
+def _with_more_tokens(model: nn.Module) -> nn.Module:
+    """Tokens that no rank count divides, whose rows depend on no generator."""
+    before = model.get_input_embeddings().weight.shape[0]
+    model.resize_token_embeddings(before + 5, mean_resizing=False)
+    with torch.no_grad():
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            module.weight[before:] = module.weight[:5] * 0.5
+    return model.double()
+
+
+def _resume_with_more_tokens(side: Side, folder: str) -> None:
+    """New tokens keep the rows of the model that is built, and their states are zero."""
+    model, optimizers = side.model, side.optimizers
+    if not side.alone:
+        _saved(side, folder)
+    side.fresh = _with_more_tokens(side.fresh)
+    begin_anew(side)
+    if not side.alone:
+        with _checkpoints(side, folder) as checkpoints:
+            checkpoints.resume(resize_vocabulary=True)
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    states = {names[id(p)]: state for optimizer in optimizers for p, state in optimizer.state.items()}
+    saved, stepped = (
+        dict(model.named_parameters()),
+        {id(p) for o in side.optimizers for g in o.param_groups for p in g["params"]},
+    )
+    with torch.no_grad():
+        for name, parameter in side.model.named_parameters():
+            parameter[: len(saved[name])] = saved[name]
+            for optimizer in side.optimizers:
+                if name in states and id(parameter) in stepped:
+                    optimizer.state[parameter] = {
+                        k: _lengthened(v, saved[name], parameter) for k, v in states[name].items()
+                    }
+
+
+def _lengthened(value: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != before.shape:
+        return value
+    longer = torch.zeros_like(after)
+    longer[: len(before)] = value
+    return longer
+
+
+change(
+    "resume_with_more_tokens",
+    restored=_resume_with_more_tokens,
+    apart={"head", "mesh"},
+    needs={"causal", "stock"},
+    without={"recurrent"},
+)
 ON_ADAMW = {"optimizer": with_class(ADAMW["cls"], {"lr": ADAMW["lr"], "weight_decay": ADAMW["weight_decay"]})}
 change("resume_adamw", restored=resume, meets=False, **ON_ADAMW)
 change("resume_elsewhere", restored=_resume_on_another_mesh, apart={"mesh"})  # on which a row may have no meaning
 change("resume_adamw_elsewhere", restored=_resume_on_another_mesh, meets=False, **ON_ADAMW)
+change(
+    "resume_adamw_with_more_tokens",
+    restored=_resume_with_more_tokens,
+    meets=False,
+    needs={"causal", "stock"},
+    without={"recurrent"},
+    on=lambda axis: axis in WITH_EVERY_CLASS,
+    **ON_ADAMW,
+)
 
 
 @feature()

@@ -1,0 +1,76 @@
+"""Weights and optimizer states of another vocabulary size: the tokens that a checkpoint and a model both have are read.
+
+Tokens that the model alone has keep their values, and their optimizer states begin at zero. Those that the checkpoint
+alone has are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from parallelize.base.errors import CheckpointError, Problem
+from parallelize.plan.models.wrapped_models import stock_model
+
+Shape = tuple[int, ...]
+
+
+class ResizedVocabulary(NamedTuple):
+    """The number of tokens that a checkpoint has, and that the model has."""
+
+    saved: int
+    own: int
+
+    def explains(self, saved: Shape, own: Shape) -> bool:
+        """Whether one dim alone differs between two shapes, by these numbers."""
+        differing = [pair for pair in zip(saved, own, strict=False) if pair[0] != pair[1]]
+        return len(saved) == len(own) and differing == [(self.saved, self.own)]
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the model has tokens that the checkpoint does not have."""
+        return self.own > self.saved
+
+    def resized(self, value: torch.Tensor) -> torch.Tensor:
+        """A state with an entry for each token of the checkpoint, with one for each of the model."""
+        for dim in [dim for dim, size in enumerate(value.shape) if size == self.saved]:
+            kept = value.narrow(dim, 0, min(self.saved, self.own))
+            more = list(value.shape)
+            more[dim] = max(0, self.own - self.saved)
+            value = torch.cat([kept, value.new_zeros(more)], dim)
+        return value
+
+    def refuse_without_values(self, where: str) -> None:
+        """Raises: CheckpointError `missing-rows` for a model on the meta device that has more tokens."""
+        if self.keeps_tokens:
+            what = (
+                f"tokens {self.saved} to {self.own - 1} are not in the checkpoint, and a model on the meta device has "
+            )
+            what += "no values to keep"
+            fix = "initialize(model, seed) first, and then load"
+            raise CheckpointError(Problem("missing-rows", what, where, fix=fix))
+
+
+def resized_vocabulary(
+    module: nn.Module, saved_shape: Callable[[str], Shape | None], own_shape: Callable[[str], Shape | None]
+) -> ResizedVocabulary | None:
+    """How the vocabulary of a checkpoint differs from that of a model; None where it does not.
+
+    Args:
+        module: the model, or one pipeline stage of it. The embedding of its tokens is that of `get_input_embeddings`,
+            or, of a model without such a method, the first one whose rows differ.
+        saved_shape, own_shape: shape of a parameter by its name in the module; None if there is none.
+    """
+    stock = stock_model(module)
+    ends = getattr(stock, "get_input_embeddings", None)
+    chosen = ends() if callable(ends) else None
+    for name, inner in module.named_modules():
+        if inner is chosen if chosen is not None else isinstance(inner, nn.Embedding):
+            key = f"{name}.weight" if name else "weight"
+            saved, own = saved_shape(key), own_shape(key)
+            if saved is not None and own is not None and saved[:1] != own[:1] and saved[1:] == own[1:]:
+                return ResizedVocabulary(saved[0], own[0])
+    return None

@@ -21,7 +21,6 @@ from parallelize.adapters.prompts import unserved_prefixes
 from parallelize.axes.context.context_parallel import apply_context, check_context, on_context
 from parallelize.axes.tensor.install.installer import Installer
 from parallelize.axes.tensor.install.module_checks import problems_of_modules
-from parallelize.axes.tensor.install.replaced_layers import serve_resizing
 from parallelize.axes.tensor.overlap_sites import PlannedCallSite, asks_for_symmetric_memory, check_call_sites
 from parallelize.axes.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.axes.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
@@ -56,6 +55,7 @@ from parallelize.state.guards.guard_table import (
     Guarded,
     set_up,
 )
+from parallelize.state.guards.resizing import serve_resizing
 from parallelize.state.loop.clip import serve_several_meshes
 from parallelize.state.meta_buffers import guard_buffers, guard_moves
 from parallelize.state.pending_reductions import PendingReductions

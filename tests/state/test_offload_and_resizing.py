@@ -20,6 +20,7 @@ from parallelize import (
     shard_data,
 )
 from tests.support.models import tiny_batch, tiny_model
+from tests.support.refused import small_mesh
 from tests.support.threads import run_ranks
 
 IDS, _ = tiny_batch()
@@ -73,18 +74,45 @@ def test_models_whose_parameters_are_loaded_for_each_forward_are_refused(entranc
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_resizing_a_model_whose_gradients_are_summed_is_refused(zero):
+def test_what_cannot_be_resized_is_refused(zero):
     copies, single = models(), models(1)[0]
 
     def body(rank: int) -> None:
         model = parallelize_model(copies[rank], build_mesh("cpu", dp=2), zero=zero).module
-        for part in (model, model.model):
-            with pytest.raises(ModelError, match="resize before") as error:
+        for part in (model, model.model) if zero == 3 else (model.model,):
+            with pytest.raises(ModelError, match=r"resume\(resize_vocabulary=True\)") as error:
                 part.resize_token_embeddings(80)
             assert error.value.slugs == ("reads-full-parameters" if zero == 3 else "replaces-parameters",)
 
     run_ranks(2, body)
     single.resize_token_embeddings(80)
+
+
+def test_float32_copies_are_not_rounded():
+    copies = models()
+
+    def body(rank: int) -> None:
+        parallel = parallelize_model(copies[rank].float(), build_mesh("cpu", dp=2), zero=1, dtype="bfloat16")
+        with pytest.raises(ModelError, match="replaces-parameters"):
+            parallel.module.resize_token_embeddings(80)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(("axes", "zero"), [({"tp": 2}, 0), ({"dp": 2}, 0), ({"dp": 2}, 1), ({"dp": 2}, 2)], ids=str)
+def test_an_optimizer_of_before_does_not_step(axes, zero):
+    """Not on threads, where no object is looked for."""
+    with small_mesh(**axes) as mesh:
+        parallel = parallelize_model(models()[0], mesh, zero=zero)
+        before, beside = (parallel.optimizer(torch.optim.SGD, part, lr=0.1) for part in (None, layers_of(parallel)))
+        parallel.module.resize_token_embeddings(80, mean_resizing=False)
+        with pytest.raises(ModelError, match="early-optimizer"):
+            before.step()
+        beside.step()  # has none of what was replaced
+
+
+def layers_of(parallel):
+    return [parameter for name, parameter in parallel.module.named_parameters() if ".layers." in name]
 
 
 def test_resizing_around_a_part_that_has_a_plan():

@@ -51,6 +51,7 @@ from parallelize.plan.models.wrapped_models import require_module
 from parallelize.plan.resolve import for_model, zero_units
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.state.guards.guard_table import REDUCED, RESOLVED, SHARDED, Guarded, set_up
+from parallelize.state.guards.resizing import serve_resizing
 from parallelize.state.loop.clip import serve_several_meshes
 from parallelize.state.records import applied, facts_of, mark_applied, record_of, resolution_so_far
 from parallelize.state.sharding import join_tied_slots
@@ -175,6 +176,7 @@ def apply_data_axes(module: nn.Module, mesh: MeshView, resolved: ResolvedPlan, o
         _shard_parameters(module, mesh, options, resolved)
     else:
         _reduce_gradients(module, mesh, options, resolved)
+        serve_resizing(module)
     if mesh.spec.data_axes:
         count_over_data_ranks(module, mesh)
         share_router_loss(module, mesh)

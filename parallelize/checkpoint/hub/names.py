@@ -65,7 +65,7 @@ class TensorSources:
             checkpoint does not contain are omitted, and so are non-persistent buffers.
         twins: (used, ignored): two tensors of the checkpoint for one tied parameter of the model. They have the same
             shape, and the caller must check that they are equal. If they differ, transformers would untie the model.
-        resized: how the vocabulary of the checkpoint differs, where that may be. Parts cover fewer tokens then, or more.
+        resized: how the vocabulary of the checkpoint differs, where it may. Parts then cover fewer tokens, or more.
     """
 
     by_name: dict[str, tuple[Part, ...] | ComputedTensor]

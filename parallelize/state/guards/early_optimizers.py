@@ -12,6 +12,7 @@ import gc
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -47,6 +48,20 @@ def refuse_early_optimizers(module: nn.Module, replaced: Iterable[str] | None = 
         )
         fix = "build the optimizer afterwards, from the model that is returned"
         raise ModelError(Problem("early-optimizer", what, fix=fix))
+
+
+def retire_optimizers(parameters: Sequence[Any]) -> None:
+    """Let the next step of each optimizer that has one of these parameters raise ModelError `early-optimizer`: the
+    model has others from now on."""
+    for optimizer in _optimizers_of({id(parameter) for parameter in parameters}):
+        optimizer.step = MethodType(_retired, optimizer)
+
+
+def _retired(self: Optimizer, *_: Any, **__: Any) -> Any:
+    what = (
+        f"this {type(self).__name__} was built before resize_token_embeddings, and steps an embedding that was replaced"
+    )
+    raise ModelError(Problem("early-optimizer", what, fix="build the optimizer again, after the resizing"))
 
 
 def rebind_parameters(replaced: Sequence[tuple[Any, Any, Layout]]) -> None:

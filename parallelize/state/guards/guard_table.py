@@ -158,7 +158,7 @@ add_guards(
     ),
     Guard(
         ("replaces-parameters",),
-        "`resize_token_embeddings` of a model whose gradients are summed",
+        "`resize_token_embeddings` of a part of a model whose gradients are summed",
         (REDUCED,),
         lambda model: guard_replacing_methods(model.module),
         applies=lambda model: model.plan is None or model.plan.options.zero < 3,

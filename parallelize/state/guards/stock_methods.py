@@ -24,7 +24,8 @@ from parallelize.state.records import applied, pipeline_cut
 _FIXES = {
     "save_pretrained": "parallelize.save_pretrained(model, folder) on every rank; or model.save_pretrained(folder, "
     "state_dict=state) on rank 0, after state = full_state_dict(model) on every rank",
-    "resize_token_embeddings": "resize before the plan is applied",
+    "resize_token_embeddings": "resize before the plan is applied; or save a checkpoint, build the model with more "
+    "tokens, and resume(resize_vocabulary=True)",
 }
 # adapters that are added are planned, and given to the reduction over data axes, before the next forward:
 # `adapters/added_adapters.py`
@@ -39,8 +40,8 @@ def guard_stock_methods(module: nn.Module) -> None:
 
 
 def guard_replacing_methods(module: nn.Module) -> None:
-    """Let those of them that replace parameters raise ModelError `replaces-parameters`, for a model whose gradients are
-    summed."""
+    """Let those of them that replace parameters raise ModelError `replaces-parameters`, for parts of a model whose
+    gradients are summed."""
     for owner in module.modules():
         for name in _REFUSALS:
             if callable(getattr(type(owner), name, None)):
@@ -49,7 +50,7 @@ def guard_replacing_methods(module: nn.Module) -> None:
 
 def _refusal(name: str) -> Callable[..., Any]:
     def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
-        what = f"{type(self).__name__}.{name} replaces parameters whose gradients are summed over the data axes"
+        what = f"{type(self).__name__}.{name} replaces parameters of a part of a model whose gradients are summed"
         fix = _FIXES[name].replace("before the plan is applied", "before shard_data or parallelize_model")
         raise ModelError(Problem("replaces-parameters", what, fix=fix))
 

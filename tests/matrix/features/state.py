@@ -113,14 +113,17 @@ def _resume_on_another_mesh(side: Side, folder: str) -> None:
         side.model, side.optimizers = other.model, other.optimizers
 
 
+RESIZED = {"reads-full-parameters": "stages, and units of ZeRO 3, are not resized in place"}
+
+
 def _with_more_tokens(model: nn.Module) -> nn.Module:
     """Tokens that no rank count divides, whose rows depend on no generator."""
-    before = model.get_input_embeddings().weight.shape[0]
+    before = model.config.vocab_size
     model.resize_token_embeddings(before + 5, mean_resizing=False)
     with torch.no_grad():
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
             module.weight[before:] = module.weight[:5] * 0.5
-    return model.double()
+    return model
 
 
 def _resume_with_more_tokens(side: Side, folder: str) -> None:
@@ -128,7 +131,7 @@ def _resume_with_more_tokens(side: Side, folder: str) -> None:
     model, optimizers = side.model, side.optimizers
     if not side.alone:
         _saved(side, folder)
-    side.fresh = _with_more_tokens(side.fresh)
+    side.fresh = _with_more_tokens(side.fresh).double()
     begin_anew(side)
     if not side.alone:
         with _checkpoints(side, folder) as checkpoints:
@@ -156,6 +159,16 @@ def _lengthened(value: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
     longer = torch.zeros_like(after)
     longer[: len(before)] = value
     return longer
+
+
+@feature(needs={"causal", "stock"}, without={"recurrent"}, refused=RESIZED)
+def resized_later(side: Side) -> None:
+    """Between two steps; the optimizer is built afterwards."""
+    side.place()
+    side.step(0)
+    side.model.zero_grad()
+    side.model = _with_more_tokens(side.model)
+    side.train()
 
 
 change(

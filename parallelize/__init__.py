@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from parallelize.axes.vocabulary.generation.loop import generate as generate
     from parallelize.axes.vocabulary.logits.deferred_logits import DeferredLogits as DeferredLogits
     from parallelize.axes.vocabulary.logits.sharded_logits import ShardedLogits as ShardedLogits
+    from parallelize.axes.vocabulary.loss.distillation import distillation_loss as distillation_loss
+    from parallelize.axes.vocabulary.loss.distillation import linear_distillation_loss as linear_distillation_loss
     from parallelize.axes.vocabulary.loss.losses import cross_entropy as cross_entropy
     from parallelize.axes.vocabulary.loss.losses import linear_cross_entropy as linear_cross_entropy
     from parallelize.axes.vocabulary.loss.losses import linear_token_log_probs as linear_token_log_probs

@@ -114,7 +114,13 @@ class PreparedTargets:
         return total if reduction == "sum" else mean_over(total, self.divisor if count is None else count)
 
 
-def mean_over(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+def check_reduction(reduction: str) -> None:
+    """Raises: ShapeError `bad-reduction`."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ShapeError(Problem("bad-reduction", f"reduction is {reduction!r}", fix="mean, sum or none"))
+
+
+def mean_over(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
     """total / count. If no token counts it is NaN, as in torch, with a gradient of 0 for every input of the total."""
     empty = torch.as_tensor(count == 0, device=total.device)
     return torch.where(empty, torch.nan, total / torch.where(empty, 1, count))
@@ -140,8 +146,7 @@ def prepare_targets(
     Raises: ShapeError `bad-reduction`, `bad-label-smoothing`, `bad-targets`, `bad-class-weight`, `id-out-of-range`;
             HandshakeError `replicas-differ`, see `InputCheck`.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ShapeError(Problem("bad-reduction", f"reduction is {reduction!r}", fix="mean, sum or none"))
+    check_reduction(reduction)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ShapeError(Problem("bad-label-smoothing", f"label_smoothing is {label_smoothing!r}", fix="from 0 to 1"))
     full = vocabulary.full

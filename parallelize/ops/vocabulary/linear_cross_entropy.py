@@ -10,7 +10,7 @@ Source: gradients in the forward, Hsu et al., Liger Kernel, arXiv:2410.10989 sec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from parallelize.comm.groups import Group
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.vocabulary.class_targets import HardTargets, Targets
 from parallelize.ops.vocabulary.softmax import SavedStatistics, Statistics, logits_gradient, statistics, working_dtype
+from parallelize.ops.vocabulary.token_losses import TokenLoss
 
 T = torch.Tensor
 Tail = Callable[[T], T]
@@ -32,8 +33,8 @@ Saved = tuple[T, ...]
 
 
 @dataclass(frozen=True)
-class HeadLoss:
-    """What to compute from hidden states [N, H] under a head [V/P, H].
+class HeadLoss(TokenLoss):
+    """Cross entropy with targets, and entropies.
 
     Attributes:
         targets: the targets of the N tokens.
@@ -52,6 +53,7 @@ class HeadLoss:
     tail: Tail | None = None
     z_loss: float = 0.0
     entropy: bool = False
+    num_saved = 3
 
     @property
     def has_gradients_in_place(self) -> bool:
@@ -62,10 +64,6 @@ class HeadLoss:
             and isinstance(self.targets, HardTargets)
             and not self.targets.smoothing
         )
-
-    def chunks(self, num_tokens: int) -> Iterator[slice]:
-        for start in range(0, num_tokens, self.chunk):
-            yield slice(start, min(num_tokens, start + self.chunk))
 
     def targets_of(self, tokens: slice) -> Targets:
         return self.targets.of_tokens(tokens.start, tokens.stop)
@@ -85,14 +83,15 @@ class HeadLoss:
         ones = torch.ones_like(like)
         return ones if self.ignored is None else ones.masked_fill_(self.ignored[tokens], 0.0)
 
-    def without_ignored(self, scale: T) -> T:
-        """The gradients of the losses [N]: 0 for tokens that do not count, also where the mean over none made it
-        infinite."""
-        return scale if self.ignored is None else scale.masked_fill(self.ignored, 0.0)
+    def saved(self, stats: Statistics) -> Saved:
+        """In the order of `SavedStatistics`."""
+        return stats.highest, stats.log_total, stats.mass
 
-    def scale_of_sum(self, scale: T) -> T:
-        """The gradient of the sum, a scalar: 0 if no token counts, whose sum does not depend on anything."""
-        return scale if self.ignored is None else scale.masked_fill(self.ignored.all(), 0.0)
+    def restored(self, saved: Saved) -> SavedStatistics:
+        return SavedStatistics(*saved)
+
+    def forget(self, stats: Statistics) -> None:
+        stats.local_softmax = None
 
     def softmax_scale(self, stats: Statistics | SavedStatistics, scale: T) -> T:
         """The factor of the softmax in the gradient of losses whose own gradient is `scale` [n]."""
@@ -104,8 +103,6 @@ class HeadLoss:
     def logits_gradient(
         self, z: T, stats: Statistics | SavedStatistics, tokens: slice, scale: T, of_entropy: T | None = None
     ) -> T:
-        """[n, V/P], given the gradients of the losses, `scale` [n], and of the entropies. Without a tail it may
-        overwrite z."""
         targets, of_softmax = self.targets_of(tokens), self.softmax_scale(stats, scale)
         return logits_gradient(z, targets, stats, scale, of_softmax, of_entropy, overwrite=self.tail is None)
 
@@ -145,15 +142,14 @@ class _Sum(Function):
     """The sum of the tokens' losses, with gradients computed in the forward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: T, weight: T, bias: T | None, loss: HeadLoss, train: bool) -> T:
+    def forward(ctx: Any, hidden: T, weight: T, bias: T | None, loss: TokenLoss, train: bool) -> T:
         needs = tuple(need and train for need in ctx.needs_input_grad[:3])
         gradients = _GradientAccumulator(needs, hidden, weight)
-        losses = hidden.new_empty(hidden.shape[0], dtype=loss.dtype)
-        saved = [torch.empty_like(losses) for _ in range(3)]
+        losses, saved = loss.new_losses(hidden, hidden.shape[0]), loss.new_saved(hidden, hidden.shape[0])
         for tokens in loss.chunks(hidden.shape[0]):
             stats = _forward_chunk(hidden[tokens], weight, bias, loss, tokens, gradients)
             losses[tokens] = loss.losses(stats, tokens)
-            _save(saved, stats, tokens)
+            loss.save(saved, stats, tokens)
         ctx.loss, ctx.needs, ctx.gradients = loss, needs, gradients
         ctx.save_for_backward(hidden, weight, bias, *saved)
         return losses.sum()
@@ -176,16 +172,15 @@ class _Tokens(Function):
     """(losses [N], entropies [N] or [0]) of tokens, each with its own output gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: T, weight: T, bias: T | None, loss: HeadLoss):
-        losses = hidden.new_empty(hidden.shape[0], dtype=loss.dtype)
-        saved = [torch.empty_like(losses) for _ in range(3)]
+    def forward(ctx: Any, hidden: T, weight: T, bias: T | None, loss: TokenLoss):
+        losses, saved = loss.new_losses(hidden, hidden.shape[0]), loss.new_saved(hidden, hidden.shape[0])
         entropies = torch.empty_like(losses if loss.entropy else losses[:0])
         for tokens in loss.chunks(hidden.shape[0]):
             stats = _forward_chunk(hidden[tokens], weight, bias, loss, tokens, None)
             losses[tokens] = loss.losses(stats, tokens)
             if loss.entropy:
                 entropies[tokens] = stats.entropies
-            _save(saved, stats, tokens)
+            loss.save(saved, stats, tokens)
         ctx.loss, ctx.needs = loss, ctx.needs_input_grad[:3]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, *saved, entropies)
@@ -204,14 +199,8 @@ class _Tokens(Function):
         return *grads, None
 
 
-def _save(saved: list[T], stats: Statistics, tokens: slice) -> None:
-    """In the order of `SavedStatistics`."""
-    for tensor, value in zip(saved, (stats.highest, stats.log_total, stats.mass), strict=True):
-        tensor[tokens] = value
-
-
 def linear_losses(
-    hidden: T, weight: T, bias: T | None, loss: HeadLoss, *, total: bool, train: bool | None = None
+    hidden: T, weight: T, bias: T | None, loss: TokenLoss, *, total: bool, train: bool | None = None
 ) -> tuple[T, T]:
     """Losses of tokens under a head, and their entropies.
 
@@ -223,7 +212,7 @@ def linear_losses(
     Memory: the logits of one chunk and their softmax; with `total` the gradients themselves; with a tail what it saves.
     Cost: one all-gather of 4 or 5 values per token, chunk by chunk; nothing backward.
     """
-    with _without_autocast(hidden):
+    with without_autocast(hidden):
         if total and not loss.entropy:
             train = torch.is_grad_enabled() if train is None else train
             return _Sum.apply(hidden, weight, bias, loss, train), hidden.new_empty(0)
@@ -232,8 +221,8 @@ def linear_losses(
 
 
 def _forward_chunk(
-    hidden: T, weight: T, bias: T | None, loss: HeadLoss, tokens: slice, gradients: _GradientAccumulator | None
-) -> Statistics:
+    hidden: T, weight: T, bias: T | None, loss: TokenLoss, tokens: slice, gradients: _GradientAccumulator | None
+) -> Any:
     """Statistics of one chunk; adds its part of the gradients that are needed."""
     differentiable = gradients is not None and gradients.any
     raw, z = _logits(hidden, weight, bias, loss.tail, differentiable)
@@ -242,7 +231,7 @@ def _forward_chunk(
         scale = loss.counts(tokens, stats.highest)
         grad = loss.logits_gradient(z.detach(), stats, tokens, scale)
         gradients.add(tokens, hidden, weight, _backward_of_tail(raw, z, grad))
-    stats.local_softmax = None
+    loss.forget(stats)
     return stats
 
 
@@ -251,7 +240,7 @@ def _recomputed_gradients(
     hidden: T,
     weight: T,
     bias: T | None,
-    loss: HeadLoss,
+    loss: TokenLoss,
     saved: Saved,
     scale: T,
     entropy_scale: T | None,
@@ -260,10 +249,10 @@ def _recomputed_gradients(
     `entropy_scale`."""
     check_storage(weight, "before a second backward of the loss, which recomputes the logits")
     gradients = _GradientAccumulator(needs, hidden, weight)
-    with _without_autocast(hidden):
+    with without_autocast(hidden):
         for tokens in loss.chunks(hidden.shape[0]) if gradients.any else ():
             raw, z = _logits(hidden[tokens], weight, bias, loss.tail, True)
-            stats = SavedStatistics(*(value[tokens] for value in saved))
+            stats = loss.restored(tuple(value[tokens] for value in saved))
             of_entropy = None if entropy_scale is None else entropy_scale[tokens]
             grad = loss.logits_gradient(z.detach(), stats, tokens, scale[tokens], of_entropy)
             gradients.add(tokens, hidden[tokens], weight, _backward_of_tail(raw, z, grad))
@@ -362,6 +351,6 @@ def _accumulates_wider(x: T) -> bool:
     return x.is_cuda and torch.version.cuda is not None
 
 
-def _without_autocast(x: T) -> Any:
+def without_autocast(x: T) -> Any:
     """Autocast off: the caller casts, and the dtypes inside are those of the arguments."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -70,6 +70,11 @@ class Deferred:
         self.check()
         return logits_of(self.hidden, self.head, self.sharded)
 
+    def computed_by(self) -> tuple[T, Head]:
+        """(hidden states, head) for a loss in float32 at least. Raises: as `check`."""
+        self.check()
+        return self.hidden, _without_widening(self.head)
+
     def cross_entropy(self, targets: T, **options: Any) -> T:
         """As `parallelize.cross_entropy`."""
         self.check()

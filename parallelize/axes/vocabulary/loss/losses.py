@@ -359,7 +359,7 @@ def linear_token_log_probs(
     Cost: forward, one all-gather of 4 values per token (5 with entropies). Backward, each chunk's logits are recomputed
         from saved statistics, and the gradient of `hidden` takes one all-reduce.
     """
-    _check_temperature(temperature)
+    check_temperature(temperature)
     cap = None if softcap is None else softcap / temperature
     hidden, head = linear_head(hidden, weight, bias, scale / temperature, cap, chunk)
     log_probs, entropies = head.token_statistics(hidden, ids, ignore_index, entropy=entropy)
@@ -369,7 +369,7 @@ def linear_token_log_probs(
 def _statistics_of_logits(
     logits: T, ids: T, temperature: float, ignore_index: int, *, entropy: bool
 ) -> tuple[T, T | None]:
-    _check_temperature(temperature)
+    check_temperature(temperature)
     if isinstance(logits, DeferredLogits) and (deferred := logits.deferred) is not None:
         return deferred.token_statistics(ids, ignore_index, temperature, entropy=entropy)
     check_token_ids(ids)
@@ -407,7 +407,7 @@ class _TokenStatistics(Function):
         return out.to(z.dtype), None, None, None
 
 
-def _check_temperature(temperature: float) -> None:
+def check_temperature(temperature: float) -> None:
     """Raises: ShapeError `bad-temperature`."""
     if not isinstance(temperature, (int, float)) or not isfinite(temperature) or temperature <= 0:
         raise ShapeError(Problem("bad-temperature", f"temperature is {temperature!r}", fix="a number above 0"))

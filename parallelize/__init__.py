@@ -64,6 +64,9 @@ if TYPE_CHECKING:
     from parallelize.axes.vocabulary.loss.losses import token_log_probs as token_log_probs
     from parallelize.axes.vocabulary.loss.losses import token_log_probs_and_entropy as token_log_probs_and_entropy
     from parallelize.axes.vocabulary.loss.losses import valid_tokens as valid_tokens
+    from parallelize.axes.vocabulary.loss.top_k import candidate_log_probs as candidate_log_probs
+    from parallelize.axes.vocabulary.loss.top_k import top_k_distillation_loss as top_k_distillation_loss
+    from parallelize.axes.vocabulary.loss.top_k import top_k_log_probs as top_k_log_probs
     from parallelize.axes.vocabulary.sampling.draw import sample as sample
     from parallelize.axes.zero.optimizer import build_optimizer as build_optimizer
     from parallelize.axes.zero.shard_data import shard_data as shard_data

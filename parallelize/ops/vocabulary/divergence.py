@@ -118,8 +118,8 @@ class DivergenceLoss(TokenLoss):
         )
         stats = DivergenceStatistics(highest, total, teacher_highest, teacher_total, torch.zeros_like(highest))
         stats.log_q, stats.log_p = (
-            _normalized(student, highest, total),
-            _normalized(teacher, teacher_highest, teacher_total),
+            normalized(student, highest, total),
+            normalized(teacher, teacher_highest, teacher_total),
         )
         sums = summed(self.divergence.terms(stats.log_p, stats.log_q), self.group)
         stats.value = sums[0] if len(sums) == 1 else torch.lerp(sums[1], sums[0], self.divergence.beta)
@@ -145,8 +145,8 @@ class DivergenceLoss(TokenLoss):
     ) -> T:
         log_p, log_q = stats.log_p, stats.log_q
         if log_p is None or log_q is None:
-            log_q = _normalized(self._scaled(z[:, : self.width]), stats.highest, stats.log_total)
-            log_p = _normalized(self._scaled(self.teacher(tokens)), stats.teacher_highest, stats.teacher_log_total)
+            log_q = normalized(self._scaled(z[:, : self.width]), stats.highest, stats.log_total)
+            log_p = normalized(self._scaled(self.teacher(tokens)), stats.teacher_highest, stats.teacher_log_total)
         out = self.divergence.gradient(log_p, log_q, stats.of_student)
         out = out.masked_fill_((scale == 0.0).unsqueeze(-1), 0.0).mul_(scale.unsqueeze(-1))
         return F.pad(out, (0, z.shape[-1] - self.width)) if self.width != z.shape[-1] else out
@@ -167,7 +167,7 @@ class DivergenceLoss(TokenLoss):
         return z.to(self.dtype) / self.divergence.temperature
 
 
-def _normalized(z: T, highest: T, log_total: T) -> T:
+def normalized(z: T, highest: T, log_total: T) -> T:
     """log softmax of z [n, w], in its place. Both numbers are subtracted: their sum would be rounded."""
     return z.sub_(highest.unsqueeze(-1)).sub_(log_total.unsqueeze(-1))
 
@@ -186,14 +186,17 @@ def combined_totals(totals: tuple[T, ...], group: Group) -> tuple[T, ...]:
 
     Cost: one all-gather of these values.
     """
-    if group.size == 1:
-        return tuple(value.log() if index % 2 else value for index, value in enumerate(totals))
-    parts = _gathered(totals, group)
+    parts = torch.stack(totals).unsqueeze(0) if group.size == 1 else _gathered(totals, group)
     out: list[T] = []
     for highs, sums in zip(parts[:, 0::2].unbind(1), parts[:, 1::2].unbind(1), strict=True):
-        highest = highs.amax(0)
-        out += highest, ((highs - highest).exp_() * sums).sum(0).log_()
+        out += combined_over_ranks(highs, sums)
     return tuple(out)
+
+
+def combined_over_ranks(highs: T, sums: T) -> tuple[T, T]:
+    """(largest, log of the sum) [n] over all ranks, of the `row_totals` of each rank, [ranks, n]."""
+    highest = highs.amax(0)
+    return highest, ((highs - highest).exp_() * sums).sum(0).log_()
 
 
 def summed(values: tuple[T, ...], group: Group) -> tuple[T, ...]:

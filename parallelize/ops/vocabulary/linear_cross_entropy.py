@@ -78,11 +78,6 @@ class HeadLoss(TokenLoss):
             losses = losses + self.z_loss * (stats.log_total + stats.highest).square()
         return losses if self.ignored is None else losses.masked_fill_(self.ignored[tokens], 0.0)
 
-    def counts(self, tokens: slice, like: T) -> T:
-        """1 for each of these tokens that counts, else 0."""
-        ones = torch.ones_like(like)
-        return ones if self.ignored is None else ones.masked_fill_(self.ignored[tokens], 0.0)
-
     def saved(self, stats: Statistics) -> Saved:
         """In the order of `SavedStatistics`."""
         return stats.highest, stats.log_total, stats.mass

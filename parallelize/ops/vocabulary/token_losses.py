@@ -66,10 +66,6 @@ class TokenLoss(ABC):
         tail it may overwrite z."""
 
     @abstractmethod
-    def counts(self, tokens: slice, like: T) -> T:
-        """By what the sum of losses changes with the loss of each of these tokens, [n]: 1, or 0 if it is ignored."""
-
-    @abstractmethod
     def forget(self, stats: Any) -> None:
         """Free what has the size of logits."""
 
@@ -87,12 +83,22 @@ class TokenLoss(ABC):
         for tensor, value in zip(saved, self.saved(stats), strict=True):
             tensor[tokens] = value
 
+    def counts(self, tokens: slice, like: T) -> T:
+        """By what the sum of losses changes with those of each of these tokens, [n, *shape]: 1, or 0 if it is ignored.
+
+        like: [n], of the dtype and device of the result.
+        """
+        ones = like.new_ones((like.shape[0], *self.shape))
+        return ones if self.ignored is None else ones.masked_fill_(self._spread(self.ignored[tokens]), 0.0)
+
     def without_ignored(self, scale: T) -> T:
         """The gradients of the losses [N, *shape]: 0 for tokens that do not count, also where the mean over none made
         it infinite."""
-        if self.ignored is None:
-            return scale
-        return scale.masked_fill(self.ignored.view(-1, *(1 for _ in self.shape)), 0.0)
+        return scale if self.ignored is None else scale.masked_fill(self._spread(self.ignored), 0.0)
+
+    def _spread(self, by_token: T) -> T:
+        """[n] as [n, 1, ...], for values of the loss's shape."""
+        return by_token.view(-1, *(1 for _ in self.shape))
 
     def scale_of_sum(self, scale: T) -> T:
         """The gradient of the sum, a scalar: 0 if no token counts, whose sum does not depend on anything."""

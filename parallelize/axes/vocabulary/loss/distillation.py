@@ -6,7 +6,7 @@ already, and the gradient of the student's logits where these exist.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,9 +70,9 @@ def distillation_loss(
     Source: Hinton et al., arXiv:1503.02531; Agarwal et al. (GKD), arXiv:2306.13649 sec. 2.
     """
     student, teacher = TokenRows.of(student_logits), TokenRows.of(teacher_logits)
-    kind = _divergence(divergence, beta, temperature)
+    kind = divergence_named(divergence, beta, temperature)
     counted = counted_tokens(student, targets, ignore_index, token_weight)
-    return _reduced_divergence(student, teacher, kind, counted, vocab_size, mesh, num_tokens, reduction)
+    return reduced_divergence(student, teacher, kind, counted, vocab_size, mesh, num_tokens, reduction)
 
 
 def linear_distillation_loss(
@@ -122,12 +122,12 @@ def linear_distillation_loss(
     student = TokenRows.of_linear(hidden, weight, bias, scale, softcap, chunk)
     teacher_weight, teacher_bias = teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach()
     teacher = TokenRows.of_linear(teacher_hidden, teacher_weight, teacher_bias, teacher_scale, teacher_softcap, chunk)
-    kind = _divergence(divergence, beta, temperature)
+    kind = divergence_named(divergence, beta, temperature)
     counted = counted_tokens(student, targets, ignore_index, token_weight)
-    return _reduced_divergence(student, teacher, kind, counted, vocab_size, mesh, num_tokens, reduction)
+    return reduced_divergence(student, teacher, kind, counted, vocab_size, mesh, num_tokens, reduction)
 
 
-def _reduced_divergence(
+def reduced_divergence(
     student: TokenRows,
     teacher: TokenRows,
     kind: Divergence,
@@ -175,6 +175,11 @@ class CountedTokens:
     lead: tuple[int, ...]
     number: int
 
+    def without(self, ignored: T) -> CountedTokens:
+        """Without further tokens, [N]."""
+        weights = None if self.weights is None else self.weights.masked_fill(ignored, 0.0)
+        return replace(self, ignored=ignored if self.ignored is None else self.ignored | ignored, weights=weights)
+
     @property
     def divisor(self) -> T | int:
         """What a mean divides by."""
@@ -193,7 +198,7 @@ class CountedTokens:
 
 def counted_tokens(rows: TokenRows, targets: T | None, ignore_index: int, token_weight: T | None) -> CountedTokens:
     """Raises: ShapeError `bad-targets`, `bad-token-weight`; HandshakeError `replicas-differ`, see `InputCheck`."""
-    _compare(rows.vocabulary, {"targets": targets, "token_weight": token_weight})
+    compare_targets(rows.vocabulary, {"targets": targets, "token_weight": token_weight})
     ignored = None
     if targets is not None:
         if tuple(targets.shape) != rows.lead or targets.is_floating_point():
@@ -214,13 +219,13 @@ def counted_tokens(rows: TokenRows, targets: T | None, ignore_index: int, token_
     )
 
 
-def _compare(vocabulary: Vocabulary, named: dict[str, Any]) -> None:
+def compare_targets(vocabulary: Vocabulary, named: dict[str, Any]) -> None:
     given = {name: value for name, value in named.items() if value is not None}
     if vocabulary.targets is not None and given:
         vocabulary.targets.compare("targets", given, torch.is_grad_enabled())
 
 
-def _divergence(name: str, beta: float, temperature: float) -> Divergence:
+def divergence_named(name: str, beta: float, temperature: float) -> Divergence:
     """Raises: ShapeError `bad-divergence`, `bad-temperature`."""
     check_temperature(temperature)
     if name not in DIVERGENCES:

@@ -122,9 +122,16 @@ def _entries(student: int, teacher: int, vocab_size: int | None) -> int:
             "have a meaning; a teacher with another tokenizer gives texts to train on, and no probabilities"
         )
         raise ShapeError(Problem("other-vocabulary", what, fix=fix))
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or not 1 <= vocab_size <= min(student, teacher):
-        what = f"vocab_size is {vocab_size!r}; the student's logits have {student:,} entries, the teacher's {teacher:,}"
-        raise ShapeError(Problem("other-vocabulary", what, fix=f"from 1 to {min(student, teacher)}"))
+    return entries_of(vocab_size, min(student, teacher))
+
+
+def entries_of(vocab_size: int | None, most: int) -> int:
+    """How many of `most` logits have a meaning. Raises: ShapeError `other-vocabulary`."""
+    if vocab_size is None:
+        return most
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or not 1 <= vocab_size <= most:
+        what = f"vocab_size is {vocab_size!r}, of {most:,} logits"
+        raise ShapeError(Problem("other-vocabulary", what, fix=f"from 1 to {most}"))
     return vocab_size
 
 

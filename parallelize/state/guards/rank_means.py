@@ -105,5 +105,8 @@ def rank_mean(ranks: int) -> ModelError:
     what = (
         f"this loss is a mean over the targets of one rank, and its gradients would be summed over {ranks} data ranks"
     )
-    fix = "parallelize.cross_entropy(logits, targets, mesh=mesh); or a sum, divided by valid_tokens(targets, mesh)"
+    fix = (
+        "give a loss of parallelize the mesh, as cross_entropy(logits, targets, mesh=mesh); or a sum, divided by "
+        "valid_tokens(targets, mesh)"
+    )
     return ModelError(Problem("mean-of-rank", what, fix=fix))

@@ -246,9 +246,9 @@ def _refusal(func: Callable) -> ModelError:
     name = getattr(func, "__name__", str(func))
     what = f"{name} needs logits, which a head with fuse_loss defers if a gradient is required"
     fix = (
-        "take the loss by `F.cross_entropy`, `parallelize.cross_entropy` or `token_log_probs`; call `.made()` for "
-        "logits; "
-        "read them under torch.no_grad(); or apply the plan with fuse_loss=False"
+        "take the loss by `F.cross_entropy`, or by `cross_entropy`, `distillation_loss`, `token_log_probs` or "
+        "`candidate_log_probs` of parallelize; call `.made()` for logits; read them under torch.no_grad(); or apply "
+        "the plan with fuse_loss=False"
     )
     return ModelError(Problem("deferred-logits", what, fix=fix))
 

@@ -91,7 +91,9 @@ def _joined(func: Callable, args: tuple, kwargs: dict) -> T:
     arguments = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
     parts, dim = list(arguments.pop("tensors")), arguments.pop("dim", 0)
     first = parts[0]
-    if arguments or not all(hasattr(part, "vocabulary") and _same(part.vocabulary, first.vocabulary) for part in parts):
+    if arguments or not all(
+        hasattr(part, "vocabulary") and same_layout(part.vocabulary, first.vocabulary) for part in parts
+    ):
         refuse(f"{func.__name__} joins sharded logits with other tensors")
     locals_ = [local_tensor(part) for part in parts]
     ndim = locals_[0].ndim + (func is torch.stack)
@@ -100,8 +102,26 @@ def _joined(func: Callable, args: tuple, kwargs: dict) -> T:
     return first.with_local(func(locals_, dim))
 
 
-def _same(vocabulary: Any, other: Any) -> bool:
-    return vocabulary.full == other.full and vocabulary.group == other.group
+def same_layout(vocabulary: Any, other: Any) -> bool:
+    """Whether two vocabularies have the same shards, also where their groups are of two equal meshes."""
+    mine, others = vocabulary.group, other.group
+    same_ranks = mine.size == others.size and (mine.size == 1 or mine.ranks == others.ranks)
+    return vocabulary.full == other.full and same_ranks
+
+
+def _layout(x: Any) -> str:
+    vocabulary = getattr(x, "vocabulary", None)
+    return (
+        f"{vocabulary.full:,} entries over {vocabulary.group.size} ranks" if vocabulary else f"{list(x.shape)}, full,"
+    )
+
+
+def refuse_layouts(logits: Any, other: Any) -> NoReturn:
+    """Raises: ModelError `sharded-logits` for logits that are not sharded alike."""
+    sizes = " and ".join(map(_layout, (logits, other)))
+    what = f"sharded logits of two layouts are combined: {sizes}"
+    fix = "parallelize.distillation_loss(student, teacher) takes any two; or `.full_tensor()` of each"
+    raise ModelError(Problem("sharded-logits", what, fix=fix))
 
 
 JOINS: dict[Callable, Callable] = {torch.cat: _joined, torch.concat: _joined, torch.stack: _joined}

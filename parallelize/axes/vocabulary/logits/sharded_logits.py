@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallelize.axes.vocabulary.logits.row_functions import JOINS, ROW_FUNCTIONS, local_tensor, refuse
+from parallelize.axes.vocabulary.logits.row_functions import (
+    JOINS,
+    ROW_FUNCTIONS,
+    local_tensor,
+    refuse,
+    refuse_layouts,
+    same_layout,
+)
+from parallelize.axes.vocabulary.logits.vocabulary_functions import VOCABULARY_FUNCTIONS
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.ops import collectives as ops
@@ -31,8 +39,9 @@ class ShardedLogits(torch.Tensor):
     """Logits [..., V] of which this rank stores its shard [..., V/P]. Returned by a planned head under `loss_parallel`.
 
     Elementwise functions, indexing, and views, splits and joins that keep the vocabulary dim work on the shard. `all`
-    and `any`, as in `logits.isfinite().all()`, are collectives over tp, as the loss is. `F.cross_entropy` also takes
-    `transpose(1, 2)`.
+    and `any`, as in `logits.isfinite().all()`, are collectives over tp, as the loss is, and so are functions over the
+    vocabulary: `softmax`, `log_softmax`, `logsumexp`, `sum`, `mean`, `gather` and `F.kl_div`. `F.cross_entropy` also
+    takes `transpose(1, 2)`.
 
     Raises: ModelError `sharded-logits` for functions that need the full vocabulary.
     """
@@ -48,11 +57,11 @@ class ShardedLogits(torch.Tensor):
         if handler is not None:
             return handler(func, args, kwargs)
         if func in ELEMENTWISE:
-            vocabulary = _vocabulary_of((*args, *kwargs.values()))
-            args = tuple(_checked(arg, vocabulary) for arg in args)
-            kwargs = {key: _checked(arg, vocabulary) for key, arg in kwargs.items()}
+            first = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, ShardedLogits))
+            args = tuple(_checked(arg, first) for arg in args)
+            kwargs = {key: _checked(arg, first) for key, arg in kwargs.items()}
             with private.plain_functions():
-                return mark(func(*args, **kwargs), vocabulary)
+                return mark(func(*args, **kwargs), first.vocabulary)
         if func in ALLOWED or is_attribute(func):
             with private.plain_functions():
                 return func(*args, **kwargs)
@@ -60,8 +69,8 @@ class ShardedLogits(torch.Tensor):
             Problem(
                 "sharded-logits",
                 f"{name_of(func)} does not work on logits that are sharded over the vocabulary",
-                fix="use `parallelize.cross_entropy` or `F.cross_entropy`, `parallelize.sample` to draw tokens, "
-                "`.to_local()` for the local shard, `.full_tensor()` for the full logits, "
+                fix="use `F.cross_entropy`, or `cross_entropy`, `token_log_probs`, `distillation_loss` or `sample` of "
+                "parallelize, `.to_local()` for the local shard, `.full_tensor()` for the full logits, "
                 "or apply the plan with loss_parallel=False",
             )
         )
@@ -114,6 +123,7 @@ ELEMENTWISE = {
         torch.square,
     ),
     *(T.isfinite, torch.isfinite, T.isnan, torch.isnan, T.isinf, torch.isinf, T.nan_to_num, torch.nan_to_num, T.cpu),
+    *(T.log, torch.log, T.logaddexp, torch.logaddexp, T.masked_fill, torch.masked_fill),
     *(T.clamp, torch.clamp, T.clamp_min, torch.clamp_min, T.clamp_max, torch.clamp_max, T.clip, torch.clip),
 }
 ALLOWED = {
@@ -152,13 +162,13 @@ def simplified(func: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tup
     return func, args, rest
 
 
-def _vocabulary_of(args: tuple) -> Vocabulary:
-    return next(arg.vocabulary for arg in args if isinstance(arg, ShardedLogits))
-
-
-def _checked(arg: Any, vocabulary: Vocabulary) -> Any:
+def _checked(arg: Any, logits: ShardedLogits) -> Any:
     """Another operand must not vary along the vocabulary dim; its gradient is summed over the ranks."""
-    if not isinstance(arg, torch.Tensor) or isinstance(arg, ShardedLogits):
+    if isinstance(arg, ShardedLogits):
+        if not same_layout(arg.vocabulary, logits.vocabulary):
+            refuse_layouts(arg, logits)
+        return arg
+    if not isinstance(arg, torch.Tensor):
         return arg
     if arg.ndim and arg.shape[-1] != 1:
         raise ModelError(
@@ -168,7 +178,7 @@ def _checked(arg: Any, vocabulary: Vocabulary) -> Any:
                 fix="combine them before the head, or apply the plan with loss_parallel=False",
             )
         )
-    return ops.copy(arg, vocabulary.group) if arg.requires_grad else arg
+    return ops.copy(arg, logits.vocabulary.group) if arg.requires_grad else arg
 
 
 def _full_shape(logits: ShardedLogits) -> torch.Size:
@@ -270,7 +280,20 @@ def stock_arguments(args: tuple, kwargs: dict) -> tuple[ShardedLogits, T, dict[s
     for unsupported in ("size_average", "reduce"):
         if options.pop(unsupported, None) is not None:
             raise ModelError(Problem("sharded-logits", f"cross_entropy({unsupported}=) on sharded logits"))
-    return options.pop("input"), options.pop("target"), options
+    logits = options.pop("input")
+    return logits, target_shard(options.pop("target"), logits), options
+
+
+def target_shard(target: T, logits: T) -> T:
+    """Targets as losses take them: probabilities that are sharded as the logits are become this rank's shard.
+
+    Raises: ModelError `sharded-logits` for probabilities of another layout.
+    """
+    if not isinstance(target, ShardedLogits):
+        return target
+    if not isinstance(logits, ShardedLogits) or not same_layout(target.vocabulary, logits.vocabulary):
+        refuse_layouts(target, logits)
+    return target.to_local()
 
 
 def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> T:
@@ -328,6 +351,7 @@ HANDLERS: dict[Callable, Callable] = {
     T.__getitem__: _index,
     **ROW_FUNCTIONS,
     **JOINS,
+    **VOCABULARY_FUNCTIONS,
     **dict.fromkeys((T.all, torch.all, T.any, torch.any), _all),
     T.__deepcopy__: _deepcopy,
     T.__repr__: _repr,

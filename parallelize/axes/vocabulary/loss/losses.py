@@ -22,6 +22,7 @@ from parallelize.axes.vocabulary.logits.forms import (
     shard_of,
     sum_over_data_axes,
 )
+from parallelize.axes.vocabulary.logits.sharded_logits import target_shard
 from parallelize.base.errors import PlanError, Problem, ShapeError
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
@@ -91,7 +92,7 @@ def cross_entropy(
 def _cross_entropy(
     logits: T, targets: T, mesh: AnyMesh | None, z_loss: float, num_tokens: T | int | None, **options: Any
 ) -> T:
-    reduction = options["reduction"]
+    reduction, targets = options["reduction"], target_shard(targets, logits)
     if isinstance(logits, DeferredLogits) and (deferred := logits.deferred) is not None:
         return deferred.cross_entropy(targets, mesh=mesh, z_loss=z_loss, num_tokens=num_tokens, **options)
     local, vocabulary = shard_of(logits)

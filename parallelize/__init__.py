@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from parallelize.axes.vocabulary.loss.losses import token_log_probs as token_log_probs
     from parallelize.axes.vocabulary.loss.losses import token_log_probs_and_entropy as token_log_probs_and_entropy
     from parallelize.axes.vocabulary.loss.losses import valid_tokens as valid_tokens
+    from parallelize.axes.vocabulary.loss.sequences import sequence_log_probs as sequence_log_probs
+    from parallelize.axes.vocabulary.loss.sequences import sequence_sum as sequence_sum
     from parallelize.axes.vocabulary.loss.top_k import candidate_log_probs as candidate_log_probs
     from parallelize.axes.vocabulary.loss.top_k import top_k_distillation_loss as top_k_distillation_loss
     from parallelize.axes.vocabulary.loss.top_k import top_k_log_probs as top_k_log_probs

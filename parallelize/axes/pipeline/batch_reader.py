@@ -23,6 +23,7 @@ from parallelize.axes.context.local_sequences import local_targets
 from parallelize.axes.pipeline.step_check import StepCheck
 from parallelize.axes.pipeline.transport import Meta, Nested, unpickled
 from parallelize.axes.vocabulary.loss.losses import cross_entropy, valid_tokens
+from parallelize.axes.vocabulary.loss.sequences import counted_by_rank
 from parallelize.axes.zero.router_loss import router_loss_of
 from parallelize.base.errors import HandshakeError, ModelError, ParallelizeError, Problem, ShapeError
 from parallelize.base.mesh import DATA_AXES
@@ -132,7 +133,8 @@ class BatchReader:
         """The part of a microbatch in the loss of a step, by the model's output and the microbatch's targets."""
 
         def loss(output: Any, targets: Any) -> T:
-            value = self.loss(output, targets)
+            with counted_by_rank():
+                value = self.loss(output, targets)
             if self._sums_tokens and targets is not None and is_mean(value):
                 raise _no_sum()
             more = router_loss_of(self.module, output) if self.reads_tokens and not forward_only else 0.0

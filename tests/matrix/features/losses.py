@@ -15,7 +15,6 @@ from parallelize import (
     linear_cross_entropy,
     loss_parallel,
     token_entropy,
-    token_log_probs,
     token_log_probs_and_entropy,
     valid_tokens,
 )
@@ -144,40 +143,6 @@ change(
     refused=NOT_BY_HAND,
     needs={"text"},
 )
-
-
-@feature(refused=NOT_BY_HAND, needs={"text"}, others=(None,))
-def preference(side: Side) -> None:
-    """Direct preference optimization: two rows are a pair, and a frozen copy is the reference."""
-    side.place()
-    reference = side.others[0].requires_grad_(False).eval()
-    if not side.alone:
-        reference = side.apply(reference).module
-    chosen = _sequence_log_probs(side, side.model)
-    with torch.no_grad():
-        frozen = _sequence_log_probs(side, reference)
-    margins = (chosen - frozen)[0::2] - (chosen - frozen)[1::2]
-    share = 1 if side.alone else side.axis.ranks("cp")
-    loss = -F.logsigmoid(0.1 * margins).sum() / 4
-    (loss / share if share > 1 else loss).backward()
-    side.record("loss", side.summed(loss / share))
-
-
-def _sequence_log_probs(side: Side, model: torch.nn.Module) -> torch.Tensor:
-    """The sum of the log-probabilities of each row, [rows]; over cp that of the whole sequence."""
-    own, side.model = side.model, model
-    try:
-        logits, ids = logits_of(side.forward()), side.split(side.targets())
-    finally:
-        side.model = own
-    if side.alone:
-        return (logits.log_softmax(-1).gather(-1, ids.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (ids != IGNORED)).sum(1)
-    sums = token_log_probs(logits, ids).sum(1)
-    if side.axis.ranks("cp") > 1:
-        from torch.distributed.nn.functional import all_reduce
-
-        sums = all_reduce(sums, group=side.mesh.get_group("cp"))
-    return sums
 
 
 @feature(refused=NOT_BY_HAND, needs={"text"}, others=(None,))

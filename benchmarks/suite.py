@@ -125,6 +125,7 @@ RUNS = (
     Run("ring_attention", "ring_attention", "--length 4096 --dtypes float32 --rounds 2", "", 2),
     Run("compiled_step", "compiled_step", "--hidden 256 --rounds 5 --forms tensor sequence", "", 2),
     Run("fused_loss", "fused_loss", "--tokens 512 --rounds 2"),
+    Run("distillation", "distillation", "--tokens 512 --rounds 2"),
     Run("generate", "generate", "--batch 1 --rounds 3", "--rounds 15", 2),
     Run("step_check_tp", "step_check", "--axis tp --rounds 8", "--axis tp", 2),
     Run("step_check_dp", "step_check", "--axis dp --rounds 8", "--axis dp", 2),

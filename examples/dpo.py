@@ -11,7 +11,7 @@ from text import base_weights, rows
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from parallelize import GlobalBatches, build_mesh, destroy_groups, next_tokens, parallelize_model, token_log_probs
+from parallelize import GlobalBatches, build_mesh, destroy_groups, next_tokens, parallelize_model, sequence_log_probs
 
 BATCH, BETA = 8, 0.1  # pairs of a step, over all data ranks
 mesh = build_mesh("cpu", tp=2)
@@ -29,7 +29,7 @@ optimizer = policy.optimizer(torch.optim.AdamW, lr=1e-3)
 
 def log_probs(model, ids):
     """Of each row: the sum of the log-probabilities of its tokens, [rows]."""
-    return token_log_probs(model(input_ids=ids).logits, next_tokens(ids)).sum(1)
+    return sequence_log_probs(model(input_ids=ids).logits, next_tokens(ids), mesh)
 
 
 def pair(row):

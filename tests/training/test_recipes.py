@@ -17,6 +17,7 @@ RECIPES = {
     "lora": 3,
     "qlora": 3,
     "dpo": 4,
+    "distill": 4,
     "vision": 3,
     "mixture": 4,
     "long_context": 3,
@@ -24,7 +25,7 @@ RECIPES = {
 }
 MOST_LINES = 90
 TIMEOUT_S = 150
-IN_MINUTES = ("dpo",)
+IN_MINUTES = ("dpo", "distill")
 pytestmark = pytest.mark.processes
 
 

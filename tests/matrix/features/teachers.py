@@ -125,6 +125,26 @@ def _head_and_input(side: Side) -> tuple[Any, T]:
     return head, seen["x"]
 
 
+@feature(needs={"text", "causal"}, others=(None,), on=lambda axis: axis.ranks("cp") == 1)
+def teacher_in_the_loss(side: Side) -> None:
+    """A teacher that is whole on each rank is called by the loss of a step, also on the last stage of several."""
+    teacher = side.others[0].requires_grad_(False).eval()
+
+    def loss(output: Any, stored: dict[str, T]) -> T:
+        with torch.no_grad():
+            theirs = logits_of(teacher(stored["ids"]))
+        if not side.alone:
+            options = {"divergence": "reverse_kl", "targets": stored["targets"], "reduction": "sum"}
+            return distillation_loss(logits_of(output), theirs, **options)
+        return (_divergence(logits_of(output), theirs, "reverse_kl", 1.0) * (stored["targets"] != IGNORED)).sum()
+
+    side.place(loss=loss, count=_counted)
+    for number in range(2):
+        ids = side.kind.batch(number)[0]["input_ids"]
+        side.step(number, targets=side.local({"ids": ids, "targets": side.kind.batch(number)[1]}))
+        side.update()
+
+
 # -- the most probable entries ---------------------------------------------------------------------------------------
 
 

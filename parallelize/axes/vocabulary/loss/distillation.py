@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from parallelize.axes.vocabulary.logits.forms import sum_over_data_axes
+from parallelize.axes.vocabulary.logits.row_functions import same_layout
 from parallelize.axes.vocabulary.logits.token_rows import TokenRows
 from parallelize.axes.vocabulary.loss.losses import check_temperature
 from parallelize.axes.vocabulary.loss.teacher_logits import teacher_of
@@ -46,7 +47,8 @@ def distillation_loss(
         student_logits: [..., V], as `ShardedLogits`, `DeferredLogits`, a DTensor `Shard(-1)` or a plain full tensor. Of
             `DeferredLogits` only one chunk of tokens is in memory at a time, in forward and backward.
         teacher_logits: [..., V], of the same tokens as this rank's student, in any of these forms. They may be sharded
-            over another group than the student's, as of a teacher on another mesh. They have no gradient.
+            over another group than the student's, as of a teacher on another mesh, whose ranks must then have the same
+            tokens. They have no gradient.
         divergence: with p the teacher's probabilities and q the student's, "forward_kl" is KL(p || q), "reverse_kl"
             KL(q || p), and "jsd" beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
         beta: of "jsd", above 0 and below 1.
@@ -63,7 +65,8 @@ def distillation_loss(
     Returns: a scalar; [...] with reduction="none", 0 at positions that do not count. In at least float32.
     Raises: ShapeError `bad-teacher`, `other-vocabulary`, `bad-divergence`, `bad-temperature`, `bad-targets`,
         `bad-token-weight`, `bad-reduction`, `bad-logits`; ModelError `teacher-gradient` for a teacher that requires a
-        gradient, as `DeferredLogits`; in backward `teacher-changed`, and `mean-of-rank` as `cross_entropy`.
+        gradient, as `DeferredLogits`; in backward `teacher-changed`, and `mean-of-rank` as `cross_entropy`;
+        HandshakeError `replicas-differ` for targets that differ over the tp group of either side, see `InputCheck`.
     Cost: forward, all-gathers of 4 and of 1 value per token ("jsd": 2) over the student's tp group, in chunks. Backward
         none; for `DeferredLogits` one all-reduce of the gradient of the hidden states. A teacher that is sharded
         with other bounds sends its logits: once, or also in the backward that computes them again.
@@ -72,6 +75,7 @@ def distillation_loss(
     student, teacher = TokenRows.of(student_logits), TokenRows.of(teacher_logits)
     kind = divergence_named(divergence, beta, temperature)
     counted = counted_tokens(student, targets, ignore_index, token_weight)
+    _compare_over_teacher(student, teacher, targets)
     return reduced_divergence(student, teacher, kind, counted, vocab_size, mesh, num_tokens, reduction)
 
 
@@ -223,6 +227,15 @@ def compare_targets(vocabulary: Vocabulary, named: dict[str, Any]) -> None:
     given = {name: value for name, value in named.items() if value is not None}
     if vocabulary.targets is not None and given:
         vocabulary.targets.compare("targets", given, torch.is_grad_enabled())
+
+
+def _compare_over_teacher(student: TokenRows, teacher: TokenRows, targets: T | None) -> None:
+    """Compare targets over the teacher's ranks too: those that gather its logits must have the same tokens.
+
+    Raises: HandshakeError `replicas-differ`.
+    """
+    if not same_layout(student.vocabulary, teacher.vocabulary):
+        compare_targets(teacher.vocabulary, {"targets": targets})
 
 
 def divergence_named(name: str, beta: float, temperature: float) -> Divergence:

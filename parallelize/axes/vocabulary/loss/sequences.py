@@ -21,11 +21,11 @@ from parallelize.ops import collectives as ops
 T = torch.Tensor
 
 
-class _Counting(threading.local):
+class _CountedSequences(threading.local):
     by_rank = False
 
 
-_COUNTING = _Counting()
+_COUNTING = _CountedSequences()
 
 
 @contextmanager

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
-from parallelize import ModelError, ShapeError, build_mesh, distillation_loss, linear_distillation_loss
+from parallelize import HandshakeError, ModelError, ShapeError, build_mesh, distillation_loss, linear_distillation_loss
 from parallelize.axes.vocabulary.logits.deferred_logits import defer
 from parallelize.axes.vocabulary.logits.forms import Head
 from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.base.layout import even_interval
 from parallelize.comm.groups import Group
+from parallelize.comm.handshake import InputCheck
 from parallelize.ops.vocabulary.class_targets import Vocabulary
 from tests.support.memory import peak_bytes
 from tests.support.parity import worst
@@ -384,6 +385,18 @@ def test_refusals():
     teacher /= 2
     with pytest.raises(ModelError, match="teacher-changed"):
         loss.backward()
+
+
+def test_ranks_that_gather_a_teacher_must_have_the_same_tokens():
+    """A teacher over two ranks, each of which has taken other rows of its logits, as of two data ranks."""
+
+    def body(rank):
+        group = Group(build_mesh("cpu", tp=2).get_group())
+        teacher = mark(torch.randn(3, 4), Vocabulary(8, group, InputCheck(group, 1)))
+        with pytest.raises(HandshakeError, match="replicas-differ"):
+            distillation_loss(torch.randn(3, 8), teacher, targets=torch.tensor([1, 2, rank]))
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("kind", KINDS)

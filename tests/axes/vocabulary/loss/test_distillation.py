@@ -253,6 +253,28 @@ def test_numbers_in_half_precision_are_computed_in_float32(kind):
     assert (error <= 2.0**-8 * exact.grad.abs() + 1e-9).all()
 
 
+def test_heads_in_half_precision_have_the_loss_of_their_logits():
+    """Chunk by chunk, from logits that a matmul has rounded; the gradients are rounded as those of matmuls are."""
+    values, targets, _ = example(11, 11, torch.bfloat16)
+    parts = {name: value.clone().requires_grad_() for name, value in values.items() if "teacher" not in name}
+    theirs = [values[f"teacher_{name}"] for name in parts]
+    separate = distillation_loss(F.linear(*parts.values()), F.linear(*theirs), targets=targets)
+    expected = torch.autograd.grad(separate, list(parts.values()))
+    loss = linear_distillation_loss(
+        parts["hidden"],
+        parts["weight"],
+        *theirs[:2],
+        bias=parts["bias"],
+        teacher_bias=theirs[2],
+        targets=targets,
+        chunk=4,
+    )
+    grads = torch.autograd.grad(loss, list(parts.values()))
+    assert loss.dtype == torch.float32 and torch.allclose(loss, separate, rtol=1e-5)
+    for grad, wanted in zip(grads, expected, strict=True):
+        assert grad.dtype == torch.bfloat16 and torch.allclose(grad, wanted, rtol=0.03, atol=0.01)
+
+
 def test_equal_distributions_have_no_divergence_and_no_gradient():
     logits = torch.randn(5, 9, dtype=torch.float64)
     for kind in KINDS:

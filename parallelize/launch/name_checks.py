@@ -26,9 +26,9 @@ from parallelize.launch.loop.memory_report import object_of
 from parallelize.launch.loop.run_optimizer import optimizer_class
 from parallelize.launch.loop.token_files import encoder_of
 from parallelize.launch.preflight.base_model import adapters_of
+from parallelize.plan.attribute_paths import dotted
 from parallelize.plan.choose import shipped_plan_of
 from parallelize.plan.models.model_source import ModelSource, read_model
-from parallelize.plan.parameter_layouts import dotted
 from parallelize.plan.plan_file import load_plan
 from parallelize.plan.schema import Plan
 

@@ -14,8 +14,9 @@ from typing import Any
 from parallelize.base.errors import ModelError, Problem, did_you_mean
 from parallelize.base.layout import Chunk, packed
 from parallelize.base.mesh import DATA_AXES, MeshSpec
+from parallelize.plan.attribute_paths import dotted
 from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.parameter_layouts import LayoutMaker, dotted
+from parallelize.plan.parameter_layouts import LayoutMaker
 from parallelize.plan.pattern import generic, matches
 from parallelize.plan.resolved import ModuleRow
 from parallelize.plan.schema import LocalAttribute, Plan

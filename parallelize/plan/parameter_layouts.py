@@ -6,10 +6,10 @@ Torch-free.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from parallelize.base.errors import Problem
 from parallelize.base.layout import Chunk, Layout, chunked, local_units, of_packs, packed, repeated, replicated, tiled
+from parallelize.plan.attribute_paths import dotted
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.schema import Plan, Rule
@@ -282,16 +282,3 @@ def _remainder(count: int, chunks: int, tp_size: int) -> str:
     in_chunks = f" in {chunks} chunks" if chunks > 1 else ""
     parts = f"{chunks} x {tp_size}" if chunks > 1 else str(tp_size)
     return f"{count}{in_chunks} over axis tp (size {tp_size}): {count} % {parts} = {count % (chunks * tp_size)}"
-
-
-def dotted(root: Any, path: str) -> Any:
-    """`root.a.b` for the path `a.b`, and `root.a[2]` for `a.2`; None where a part is missing, or cannot be read: of a
-    config with other values in some layers."""
-    value = root
-    for part in path.split("."):
-        try:
-            is_item = isinstance(value, (list, tuple)) and part.isdigit() and int(part) < len(value)
-            value = value[int(part)] if is_item else getattr(value, part, None)
-        except Exception:  # classes of transformers raise errors of their own
-            return None
-    return value

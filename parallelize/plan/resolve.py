@@ -22,10 +22,10 @@ from parallelize.plan.adapters import (
     renamed,
     without_trained_rows,
 )
+from parallelize.plan.attribute_paths import dotted
 from parallelize.plan.local_rows import Attributes, check_batch_parts
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
-from parallelize.plan.parameter_layouts import dotted
 from parallelize.plan.pattern import alternatives, check_pattern, generic, matches
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.plan.schema import LONGEST_LIST, AttentionRule, Plan, Rule, Tie

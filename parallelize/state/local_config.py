@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from parallelize.plan.attribute_paths import with_inner
+
 
 class LocalConfig:
     """A view of `config` in which the fields of `local` have local values. Writes go to `config`."""
@@ -43,13 +45,14 @@ def full_config(config: Any) -> Any:
 
 def set_local(module: Any, values: dict[str, Any]) -> None:
     """Set attributes of a module to local values; of `config.name`, in a view of the config that this module alone
-    sees."""
+    sees; of `name.path`, in a copy of the container that the attribute is."""
     on_config = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("config.")}
     if on_config:
         module.config = LocalConfig(module.config, on_config)
     for attribute, value in values.items():
         if not attribute.startswith("config."):
-            setattr(module, attribute, value)
+            name, _, path = attribute.partition(".")
+            setattr(module, name, with_inner(getattr(module, name), path, value) if path else value)
 
 
 # -- stock class -----------------------------------------------------------------------------------------------------

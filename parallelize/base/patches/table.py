@@ -104,6 +104,13 @@ TABLE = (
         _BLOCK,
     ),
     Patch(
+        "einops.einops._reconstruct_from_shape",
+        "computes sizes anew, of which the attributes are followed that gave them",
+        "einops 0.8",
+        "a forward is recorded",
+        _BLOCK,
+    ),
+    Patch(
         "torch.nn.init._no_grad_trunc_normal_",
         "records truncated normals on meta tensors",
         "torch 1.5",

@@ -4,6 +4,7 @@ sizes."""
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.plan.attribute_paths import mapped_integers
 from parallelize.plan.dims.boundaries import Boundaries, boundaries_of
 from parallelize.plan.dims.factors import leaves, new_dim, size_of
 from parallelize.plan.dims.operations import apply_rule
@@ -54,6 +57,7 @@ def record_forward(
         stack.enter_context(torch.no_grad())
         stack.enter_context(_named_modules(record, model, boundaries))
         stack.enter_context(_watched_integers(model))
+        stack.enter_context(_computed_anew())
         stack.enter_context(_SizesRead(record))
         stack.enter_context(private.record_ops(_recorder(record, end)))
         out = model(*args, **kwargs)
@@ -208,11 +212,37 @@ def _watched_integers(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _computed_anew() -> Iterator[None]:
+    """Inside, `einops` computes sizes each time: those of an equal earlier call were computed from another module's
+    attributes."""
+    einops: Any = sys.modules.get("einops.einops")
+    cached = getattr(einops, "_reconstruct_from_shape", None)
+    if cached is None or not hasattr(cached, "__wrapped__"):
+        yield
+        return
+    with patches.within(einops, "_reconstruct_from_shape", cached.__wrapped__):
+        yield
+
+
 def _watch(stack: ExitStack, values: dict[str, Any], name: str, prefix: str) -> None:
+    """Also integers in tuples, lists and dicts that are attributes, and those that functions close over."""
+
+    def watched(path: str, value: int) -> int:
+        return _Watched(value, frozenset([(name, path, value)])) if value > 1 else value
+
     for key, value in list(values.items()):
-        if type(value) is int and value > 1 and not key.startswith("_"):
-            values[key] = _Watched(value, frozenset([(name, prefix + key, value)]))
+        if key in _OF_MODULES or (prefix and key.startswith("_")):
+            continue
+        new = watched(prefix + key, value) if type(value) is int else value
+        new = new if prefix else mapped_integers(new, watched, key)
+        if new is not value:
+            values[key] = new
             stack.callback(values.__setitem__, key, value)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""What `torch.nn.Module` itself keeps."""
 
 
 _SHAPED = ("view", "reshape", "expand", "zeros", "ones", "empty", "new_zeros", "new_ones", "new_empty")

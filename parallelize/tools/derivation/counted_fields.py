@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from parallelize.plan.attribute_paths import dotted
 from parallelize.plan.model_facts import describe
-from parallelize.plan.parameter_layouts import dotted
 
 _NO_COUNT = re.compile(
     r"(num|in|image)_channels$|num_labels$|_ids?$|_index$|layers$|^depth|patch_size|kernel|stride|buckets|version"

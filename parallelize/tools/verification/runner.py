@@ -16,9 +16,9 @@ from torch import nn
 
 from parallelize.base.errors import HandshakeError, ModelError, ParallelizeError, Problem
 from parallelize.comm.meshes import build_mesh
+from parallelize.plan.attribute_paths import dotted
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import options_of
-from parallelize.plan.parameter_layouts import dotted
 from parallelize.plan.resolve import resolve
 from parallelize.tools.analysis.automatic_trace import check_by_trace
 from parallelize.tools.verification import rank_messages

@@ -108,4 +108,7 @@ def test_x_transformers():
     layers = module.Decoder(dim=32, depth=2, heads=4, attn_dim_head=8)
     rules, derived = rules_of(module.TransformerWrapper(num_tokens=53, max_seq_len=32, attn_layers=layers), IDS)
     assert rules["attn_layers.layers.*.1.ff.2"] == "rowwise" and rules["token_emb.emb"] == "embedding"
-    assert derived.whole["attn_layers.layers.0.1.to_v"] == "the proof failed with it sharded"  # heads are in closures
+    assert not any("attn_layers" in name for name in derived.whole)
+    assert rules["attn_layers.layers.*.*.to_out"] == "rowwise(heads)"
+    local = {item.attribute for item in derived.plan.local}
+    assert local & {"heads", "_axes_lengths.0.1"}  # of the attention, or of its layer of einops

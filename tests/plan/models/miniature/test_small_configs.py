@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from parallelize.base.errors import ModelError
+from parallelize.plan.attribute_paths import dotted
 from parallelize.plan.models.miniature.attempts import small_versions
 from parallelize.plan.models.miniature.rates import without_dropout
 from parallelize.plan.models.miniature.roles import Role, role_of
 from parallelize.plan.models.miniature.rules import Rules, fewer_heads
 from parallelize.plan.models.miniature.small_config import small_config
 from parallelize.plan.models.model_source import read_model
-from parallelize.plan.parameter_layouts import dotted
 
 transformers = pytest.importorskip("transformers")
 FAMILY = Rules(ratios_kept=False)

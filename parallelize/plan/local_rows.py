@@ -113,7 +113,7 @@ def with_local_inputs(
         if heads is None or local is None:
             continue  # which the layouts of weights report
         if item.dim is None:
-            width = InputWidth(item.argument, heads, local)
+            width = InputWidth(item.argument, heads, local, item.elsewhere_full)
             for name in matched:
                 contract = rows[name].contract
                 widths = (*contract.input_widths, width)

@@ -139,6 +139,7 @@ class LocalInput:
             stays. None: the tensor stays full, and its width is read as a local one.
         size: the size by which the heads are sharded.
         optional: the pattern may match nothing.
+        elsewhere_full: of a width, whether the code needs the full one too, where it works on no shard.
     """
 
     pattern: str
@@ -147,6 +148,7 @@ class LocalInput:
     size: str
     where: str = ""
     optional: bool = False
+    elsewhere_full: bool = False
 
 
 @dataclass(frozen=True)

@@ -121,12 +121,13 @@ def _local(reader: Reader, section: yaml.Node, key: str) -> Iterator[LocalAttrib
 
 def _local_inputs(reader: Reader, section: yaml.Node, key: str) -> Iterator[LocalInput]:
     """`local_inputs:`: of modules, arguments that have a part for each head: `alibi: shard(0, unit=heads)`; and those
-    whose width is read as a local one: `x: width(heads)`."""
+    whose width is read as a local one: `x: width(heads)`, or, beside shards, as the full one too: `x: width(heads,
+    elsewhere=full)`."""
     for pattern, optional, node in _patterns(reader, section, key):
         for argument, _, value in reader.mapping(node, f"local_inputs {pattern}"):
             text, where = reader.text(value, argument), reader.where(value)
             if text is not None and (width := _WIDTH.fullmatch(text.strip())):
-                yield LocalInput(pattern, argument, None, width[1], where, optional)
+                yield LocalInput(pattern, argument, None, width[1], where, optional, bool(width[2]))
                 continue
             try:
                 is_style = text is not None and not text.strip().startswith("width(")
@@ -135,13 +136,13 @@ def _local_inputs(reader: Reader, section: yaml.Node, key: str) -> Iterator[Loca
                 reader.problems.extend(error.problems)
                 continue
             if style is None or not style.traits.for_parameters or len(style.unit) != 1 or style.widths[0]:
-                fix = "`shard(dim, unit=size)`, such as `shard(0, unit=heads)`; or `width(size)`"
+                fix = "`shard(dim, unit=size)`, such as `shard(0, unit=heads)`; or `width(size)`, `width(size, elsewhere=full)`"
                 reader.wrong(value, "bad-value", f"the input {argument} is {text!r}", fix)
                 continue
             yield LocalInput(pattern, argument, int(style.options.get("dim", "0")), style.unit[0], where, optional)
 
 
-_WIDTH = re.compile(r"width\(\s*([A-Za-z_]\w*)\s*\)")
+_WIDTH = re.compile(r"width\(\s*([A-Za-z_]\w*)\s*(,\s*elsewhere\s*=\s*full\s*)?\)")
 
 
 def _patterns(reader: Reader, section: yaml.Node, key: str) -> Iterator[tuple[str, bool, yaml.Node]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.axes.tensor.sizes_by_tensor import local_width
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
@@ -116,7 +117,7 @@ def read_local_widths(module: nn.Module, widths: tuple[InputWidth, ...], argumen
 
     argument_of: (module, name) to the position and name of an argument of its forward.
     """
-    scaled = [width for width in widths if width.local != width.full]
+    scaled = [width for width in widths if width.local != width.full and not width.elsewhere_full]
     if not scaled:
         return ()
     for inner in module.modules():
@@ -130,15 +131,8 @@ def with_local_width(x: Any, width: InputWidth) -> Any:
     """The tensor with a local width; anything else stays. Raises: ShapeError `uneven-input`."""
     if not isinstance(x, T) or not x.ndim:
         return x
-    size = x.shape[-1] * width.local
-    if size % width.full:
-        what = (
-            f"the input {width.argument} has {x.shape[-1]} features, of which {width.local} of {width.full} heads have "
-            "no whole number"
-        )
-        raise ShapeError(Problem("uneven-input", what, fix="check the size under `local_inputs`"))
     local = x.as_subclass(LocalWidth)
-    local.width, local.full = size // width.full, x
+    local.width, local.full = local_width(x.shape[-1], width), x
     return local
 
 

@@ -116,11 +116,13 @@ class InputWidth:
     Args:
         argument: its name.
         full, local: the numbers of all heads, and of those that a rank has: the width is scaled by local / full.
+        elsewhere_full: whether the code needs the full width as well, where no shard is meant.
     """
 
     argument: str
     full: int
     local: int
+    elsewhere_full: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from parallelize.tools.derivation.gathered_linears import (
     without_alike,
 )
 from parallelize.tools.derivation.patterns import leaves_something, names_of
-from parallelize.tools.derivation.plan_text import Heading, Sections, plan_text
+from parallelize.tools.derivation.plan_text import Heading, Sections, has_width, plan_text
 from parallelize.tools.derivation.proof import Proof, provable, prove, prove_in_evaluation
 from parallelize.tools.derivation.region_search import ProposedRegion, find_regions
 from parallelize.tools.derivation.small_model import check_subject, explained, small_model
@@ -133,17 +134,15 @@ class _Derivation:
         if not verified:
             return self._unproven()
         for _ in range(MAX_ROUNDS):
-            draft = self._draft(_LOGITS[0])
-            if not _share(self.model, draft):
+            draft, proof = self._proven(_LOGITS[0])
+            if proof is None:
                 break
-            proof = self._prove_both(draft)
             if proof.ok:
                 return self._finished(draft, proof)
             if ALLOWED[0] in proof.slugs and not self.allow:
                 self.allow = ALLOWED[0]
                 continue
-            without = self._draft("")
-            inner = self._prove_both(without) if _share(self.model, without) else None
+            without, inner = self._proven("")
             if inner is None or inner.ok:  # so that the vocabulary's shards were wrong
                 derived = self._with_full_logits(without, inner)
                 if derived is not None:
@@ -191,7 +190,7 @@ class _Derivation:
 
     def _with_full_logits(self, without: Draft, inner: Proof | None) -> Derived | None:
         """The draft whose head returns full logits, or else the one without the vocabulary; None: neither is proven."""
-        draft = self._draft("full")
+        draft = replace(self._draft("full"), both_widths=without.both_widths)
         proof = self._prove(draft)
         if proof.ok:
             return self._finished(draft, proof)
@@ -226,6 +225,19 @@ class _Derivation:
     def _draft(self, logits: str) -> Draft:
         self.choice = self.analysis.choose(without=self.banned)
         return Drafting(self.model, self.analysis, self.choice, self.fields, logits, self.banned, self.tp).run()
+
+    def _proven(self, logits: str) -> tuple[Draft, Proof | None]:
+        """A draft and what its proof says; None: it shards nothing. Where forwards that read the width of an input cannot
+        be proven with a local one alone, they are given both."""
+        draft = self._draft(logits)
+        if not _share(self.model, draft):
+            return draft, None
+        proof = self._prove_both(draft)
+        if proof.ok or not any(map(has_width, chain.from_iterable(draft.local.values()))):
+            return draft, proof
+        wider = replace(draft, both_widths=True)
+        again = self._prove_both(wider)
+        return (wider, again) if again.ok else (draft, proof)
 
     def _prove_both(self, draft: Draft) -> Proof:
         """Also in evaluation, where a forward may read other attributes that become local. What is added to a draft
@@ -320,6 +332,7 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
         allow=allow,
         default=draft.default,
         gathered=draft.gathered,
+        both_widths=draft.both_widths,
     )
     return plan_text(
         Heading(about, model_type, "" if model_type else type(model).__name__, base), sections, names_of(model)

@@ -48,6 +48,7 @@ class Draft:
         default: the style of all other modules with parameters; empty: there are none.
         regions: the sections for sequence parallelism.
         gathered: of linears whose output is gathered, why no pair takes them.
+        both_widths: whether forwards that read the width of an input need the full one too.
     """
 
     default: str = "replicate"
@@ -58,6 +59,7 @@ class Draft:
     whole: dict[str, str] = field(default_factory=dict)
     gathered: dict[str, str] = field(default_factory=dict)
     below: list[str] = field(default_factory=list)
+    both_widths: bool = False
 
 
 class Drafting:

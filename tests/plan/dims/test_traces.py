@@ -69,7 +69,9 @@ def reads_of(function, **attributes):
         (lambda m, x: x.unflatten(-1, (m.heads, 3)), dict(heads=4), [("heads", 4, 4)]),
         (lambda m, x: x * m.scale, dict(scale=7), []),  # not the size of a dim
         (lambda m, x: x.view(2, 5, m.one, 12), dict(one=1), []),
-        (lambda m, x: x.view(2, 5, m._heads, -1), dict(_heads=4), []),
+        (lambda m, x: x.view(2, 5, m._heads, -1), dict(_heads=4), [("_heads", 4, 4)]),
+        (lambda m, x: x.view(2, 5, *m.sizes), dict(sizes=(4, 3)), [("sizes.0", 4, 4), ("sizes.1", 3, 3)]),
+        (lambda m, x: m.view(x), dict(view=partial(T.unflatten, dim=2, sizes=(4, 3))), [("view.sizes.0", 4, 4), ("view.sizes.1", 3, 3)]),
         (
             lambda m, x: x.view(2, 5, m.config.heads, -1),
             dict(config=SimpleNamespace(heads=4)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,6 +49,7 @@ from parallelize.axes.tensor.planned_forward import (
 )
 from parallelize.axes.tensor.region import EvenShards, Region
 from parallelize.axes.tensor.shared_input import SharedConversion, SharedInput
+from parallelize.axes.tensor.sizes_by_tensor import sized, sizes_by_tensor
 from parallelize.axes.tensor.watch.child_reads import children_read
 from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.axes.vocabulary.loss.losses import deferred_head, mark_deferred
@@ -58,10 +60,11 @@ from parallelize.comm.handshake import InputCheck
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.class_targets import Vocabulary
 from parallelize.plan.adapters import BASE
+from parallelize.plan.attribute_paths import dotted
 from parallelize.plan.block_formats import is_conv1d
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ModuleRow, ParameterRow, RegionRow, ResolvedPlan
-from parallelize.plan.styles.contract import Contract, Conversion
+from parallelize.plan.styles.contract import Contract, Conversion, InputWidth
 from parallelize.plan.styles.style import ModuleFacts
 from parallelize.state.local_config import set_local
 from parallelize.state.parameters import Slot
@@ -175,6 +178,9 @@ class Installer:
                 planned.argument = argument_of(module, contract.argument)
                 planned.max_inputs = contract.max_inputs
             planned.inputs = local_inputs(module, contract.inputs, contract.input_widths, self.group, argument_of)
+            if widths := self._widths_by_tensor(row):
+                inside = self._planned_inside(row.fqn)
+                planned.stock = sizes_by_tensor(module, planned.stock, widths, inside, argument_of)
             is_fresh = type(module) is nn.Linear or contract.computes_experts  # an output that nothing else reads
             planned.leave = self._conversion(contract.leave, row, fused=is_fresh)
             planned.defer_bias = contract.adds_bias_after_sum and planned.leave is not None
@@ -397,10 +403,22 @@ class Installer:
 
     # -- attributes and region ------------------------------------------------------------------------------------
 
+    def _widths_by_tensor(self, row: ModuleRow | None) -> list[InputWidth]:
+        """Arguments of a module of which its code reads both widths."""
+        widths = row.contract.input_widths if row is not None else ()
+        return [width for width in widths if width.elsewhere_full and width.local != width.full]
+
+    def _planned_inside(self, fqn: str) -> list[tuple[nn.Module, Contract]]:
+        rows = self.resolved.modules.items()
+        inside = [(name, row.contract) for name, row in rows if name.startswith(f"{fqn}." if fqn else "") and name]
+        return [(self.model.objects[name], contract) for name, contract in inside if name in self.model.objects]
+
     def _set_local_attributes(self, fqn: str) -> None:
         module = self.model.objects[fqn]
-        values = dict(self.resolved.attributes.get(fqn, {}))
+        values: dict[str, Any] = dict(self.resolved.attributes.get(fqn, {}))
         row = self.resolved.modules.get(fqn)
+        if self._widths_by_tensor(row):
+            values = {path: sized(dotted(module, path), value) for path, value in values.items()}
         for attribute, key in (row.contract.local_attributes if row else {}).items():
             parameter = self._parameter(fqn, key)
             layout = parameter.layout

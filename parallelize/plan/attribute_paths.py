@@ -43,6 +43,15 @@ def _content(cell: CellType) -> Any:
         return None
 
 
+_SIMPLE = (int, float, str, bool, type(None), list, tuple, dict)
+
+
+def is_settings(value: Any) -> bool:
+    """Whether an object has fields of simple types alone, as a dataclass of sizes that all modules are given."""
+    fields = getattr(value, "__dict__", None)
+    return type(fields) is dict and bool(fields) and all(type(field) in _SIMPLE for field in fields.values())
+
+
 def with_inner(value: Any, path: str, inner: Any) -> Any:
     """A copy of a container with another value at a path; containers on the way to it are copied too.
 

@@ -104,6 +104,13 @@ def with_local_inputs(
 ) -> tuple[dict[str, ModuleRow], list[Problem]]:
     """(the rows, with what the plan says of their arguments, problems)."""
     rows, problems = dict(rows), []
+    for attribute in plan.local:
+        matched = [name for name in rows if attribute.elsewhere_full and matches(attribute.pattern, name)]
+        if attribute.elsewhere_full and not matched and not attribute.optional:
+            what = f"{attribute.pattern!r} under `local`, with `elsewhere=full`, matches no module that has a rule"
+            problems.append(Problem("unmatched-rule", what, attribute.where))
+        for name in matched if layouts.tp_size > 1 else ():
+            rows[name] = replace(rows[name], contract=replace(rows[name].contract, sizes_by_tensor=True))
     for item in plan.local_inputs:
         matched = [name for name in rows if matches(item.pattern, name)]
         if not matched and not item.optional:
@@ -113,11 +120,12 @@ def with_local_inputs(
         if heads is None or local is None:
             continue  # which the layouts of weights report
         if item.dim is None:
-            width = InputWidth(item.argument, heads, local, item.elsewhere_full)
+            width = InputWidth(item.argument, heads, local)
             for name in matched:
                 contract = rows[name].contract
-                widths = (*contract.input_widths, width)
-                rows[name] = replace(rows[name], contract=replace(contract, input_widths=widths))
+                widths, both = (*contract.input_widths, width), contract.sizes_by_tensor or item.elsewhere_full
+                contract = replace(contract, input_widths=widths, sizes_by_tensor=both and local != heads)
+                rows[name] = replace(rows[name], contract=contract)
             continue
         chunk = Chunk(heads, heads, size.replicate_below_tp, item.size)
         owned = packed((heads,), 0, layouts.tp_size, [chunk]).owned

@@ -103,6 +103,7 @@ class LocalAttribute:
         terms: of an attribute that is a sum of products, as in `conv_dim: heads*head_dim + groups*state`: (size, width)
             of each; sizes become local, and widths, which may be empty, stay.
         if_present: modules without the attribute are left as they are, where layers of several classes have one name.
+        elsewhere_full: whether the code needs the full value too, where it works on no shard.
     """
 
     pattern: str
@@ -113,6 +114,7 @@ class LocalAttribute:
     optional: bool = False
     terms: tuple[tuple[str, str], ...] = ()
     if_present: bool = False
+    elsewhere_full: bool = False
 
     @property
     def sizes(self) -> tuple[str, ...]:

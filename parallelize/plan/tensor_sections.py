@@ -111,12 +111,16 @@ def _local(reader: Reader, section: yaml.Node, key: str) -> Iterator[LocalAttrib
             if text is None:
                 continue
             where, if_present, attribute = reader.where(value), attribute.endswith("?"), attribute.removesuffix("?")
+            elsewhere_full = _ELSEWHERE.search(text) is not None
+            text = _ELSEWHERE.sub("", text)
             if is_sum_of_sizes(text) and ("*" in text or "+" in text):
                 terms = terms_of(text)
-                yield LocalAttribute(pattern, attribute, "", "", where, optional, terms, if_present)
+                yield LocalAttribute(pattern, attribute, "", "", where, optional, terms, if_present, elsewhere_full)
             else:
                 size, _, divide_by = (part.strip() for part in text.partition("/"))
-                yield LocalAttribute(pattern, attribute, size, divide_by, where, optional, (), if_present)
+                yield LocalAttribute(
+                    pattern, attribute, size, divide_by, where, optional, (), if_present, elsewhere_full
+                )
 
 
 def _local_inputs(reader: Reader, section: yaml.Node, key: str) -> Iterator[LocalInput]:
@@ -136,12 +140,13 @@ def _local_inputs(reader: Reader, section: yaml.Node, key: str) -> Iterator[Loca
                 reader.problems.extend(error.problems)
                 continue
             if style is None or not style.traits.for_parameters or len(style.unit) != 1 or style.widths[0]:
-                fix = "`shard(dim, unit=size)`, such as `shard(0, unit=heads)`; or `width(size)`, `width(size, elsewhere=full)`"
+                fix = "`shard(dim, unit=size)`, as `shard(0, unit=heads)`; `width(size)`; `width(size, elsewhere=full)`"
                 reader.wrong(value, "bad-value", f"the input {argument} is {text!r}", fix)
                 continue
             yield LocalInput(pattern, argument, int(style.options.get("dim", "0")), style.unit[0], where, optional)
 
 
+_ELSEWHERE = re.compile(r"\s*,\s*elsewhere\s*=\s*full\s*$")
 _WIDTH = re.compile(r"width\(\s*([A-Za-z_]\w*)\s*(,\s*elsewhere\s*=\s*full\s*)?\)")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallelize.plan.attribute_paths import with_inner
+from parallelize.plan.attribute_paths import inner_items, with_inner
 
 
 class LocalConfig:
@@ -44,15 +44,19 @@ def full_config(config: Any) -> Any:
 
 
 def set_local(module: Any, values: dict[str, Any]) -> None:
-    """Set attributes of a module to local values; of `config.name`, in a view of the config that this module alone
-    sees; of `name.path`, in a copy of the container that the attribute is."""
-    on_config = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("config.")}
-    if on_config:
-        module.config = LocalConfig(module.config, on_config)
+    """Set attributes of a module to local values; of `config.name`, in a view of the config, or of another object with
+    fields, that this module alone sees; of `name.path`, in a copy of the container that the attribute is."""
+    on_configs: dict[str, dict[str, Any]] = {}
     for attribute, value in values.items():
-        if not attribute.startswith("config."):
-            name, _, path = attribute.partition(".")
-            setattr(module, name, with_inner(getattr(module, name), path, value) if path else value)
+        name, _, path = attribute.partition(".")
+        if not path:
+            setattr(module, name, value)
+        elif inner_items(getattr(module, name)):
+            setattr(module, name, with_inner(getattr(module, name), path, value))
+        else:
+            on_configs.setdefault(name, {})[path] = value
+    for name, local in on_configs.items():
+        setattr(module, name, LocalConfig(getattr(module, name), local))
 
 
 # -- stock class -----------------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ def test_chunks_that_repeat_have_a_part_of_all_units():
         (rules() + LOCAL.replace("width:", "with:"), "missing-attribute"),
         (rules().replace("state: state", "state: nowhere"), "missing-size"),
         (rules() + "local_inputs:\n  mixr:\n    bias: shard(0, unit=heads)\n", "unmatched-rule"),
+        (rules() + "local: {mixer.act: {width: 'heads, elsewhere=full'}}\n", "unmatched-rule"),
         (rules() + "when: {packed: {tensor_parallel: {mixer.up.bias: replicate}}}", "overlapping-rules"),
     ],
 )
@@ -149,6 +150,9 @@ def test_sections_for_some_of_the_models():
         ("local_inputs: {a: {b: 'shard(0, unit=h)'}}", "unknown-size", ":3:23"),
         ("local_inputs: {a: {b: 'width(h)'}}", "unknown-size", ":3:23"),
         ("local_inputs: {a: {b: 'width(h, 2)'}}", "bad-value", ":3:23"),
+        ("local_inputs: {a: {b: 'width(h, elsewhere=full)'}}", "unknown-size", ":3:23"),
+        ("local_inputs: {a: {b: 'width(h, elsewhere=local)'}}", "bad-value", ":3:23"),
+        ("local: {a: {n: 'h, elsewhere=full'}}", "unknown-size", ":3:16"),
         ("local: {a: {n: h*w + g}}", "unknown-size", ":3:16"),
     ],
 )

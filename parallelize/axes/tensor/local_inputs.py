@@ -117,7 +117,7 @@ def read_local_widths(module: nn.Module, widths: tuple[InputWidth, ...], argumen
 
     argument_of: (module, name) to the position and name of an argument of its forward.
     """
-    scaled = [width for width in widths if width.local != width.full and not width.elsewhere_full]
+    scaled = [width for width in widths if width.local != width.full]
     if not scaled:
         return ()
     for inner in module.modules():

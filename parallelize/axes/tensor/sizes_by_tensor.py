@@ -10,7 +10,7 @@ it, up to the row linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -29,8 +29,8 @@ Arguments = tuple[tuple[tuple[int, str], InputWidth], ...]
 
 
 class FullAndLocal(int):
-    """An integer of the full model, which knows what it is on this rank. Arithmetic with whole numbers keeps both; where
-    they are the same, as a head's width is, the result is a plain integer.
+    """An integer of the full model, which knows what it is on this rank. Arithmetic with whole numbers keeps both;
+    where they are the same, as a head's width is, the result is a plain integer.
 
     local: on this rank.
     """
@@ -110,11 +110,11 @@ def _run(stock: Callable[..., Any], arguments: Arguments, *args: Any, **kwargs: 
 
 
 def _run_now(stock: Callable[..., Any], arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    widths = []
+    widths = {}
     for (position, name), width in arguments:
         x = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(x, T) and x.ndim:
-            widths.append((x, sized(x.shape[-1], local_width(x.shape[-1], width))))
+            widths[x.shape[-1]] = sized(x.shape[-1], local_width(x.shape[-1], width))
     with _SizesByTensor(widths):
         return stock(*args, **kwargs)
 
@@ -139,16 +139,20 @@ def local_width(features: int, width: InputWidth) -> int:
 _SHARD = "_is_shard_of_heads"
 """An attribute of tensors that a forward computes from what column linears return."""
 
-_SIZES = frozenset(
-    "view reshape unflatten expand split split_with_sizes tensor_split chunk narrow repeat tile repeat_interleave "
-    "new_zeros new_ones new_empty new_full as_strided __getitem__ __setitem__ group_norm".split()
+_SIZES = (
+    *("view", "reshape", "unflatten", "expand", "split", "split_with_sizes", "tensor_split", "chunk", "narrow"),
+    *("repeat", "tile", "repeat_interleave", "new_zeros", "new_ones", "new_empty", "new_full", "as_strided"),
+    *("__getitem__", "__setitem__", "group_norm"),
 )
 """Functions whose integers are sizes of the tensor that they are given, or of their result, or ranges of it."""
 
-_NUMBERS = frozenset(
-    [f"__{side}{name}__" for side in ("", "r", "i") for name in "add sub mul truediv floordiv div mod pow".split()]
-    + "add sub rsub mul multiply div divide true_divide floor_divide remainder fmod pow float_power fill_ full_like "
-    "masked_fill clamp clamp_min clamp_max where eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__".split()
+_ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")
+_NUMBERS = (
+    *(f"__{side}{name}__" for side in ("", "r", "i") for name in _ARITHMETIC),
+    *(f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+    *("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "rsub", "mul", "multiply", "div", "divide", "true_divide"),
+    *("floor_divide", "remainder", "fmod", "pow", "float_power", "fill_", "full_like", "masked_fill", "where"),
+    *("clamp", "clamp_min", "clamp_max"),
 )
 """Functions whose integers are numbers to compute with."""
 
@@ -156,10 +160,10 @@ _NUMBERS = frozenset(
 class _SizesByTensor(TorchFunctionMode):
     """Functions on shards get local sizes, all others full ones.
 
-    widths: arguments of the forward, each with the size that it answers for its last dim.
+    widths: of arguments of the forward. Where a tensor that is no shard has one as its last dim, it answers with both.
     """
 
-    def __init__(self, widths: list[tuple[T, int]]):
+    def __init__(self, widths: dict[int, int]):
         super().__init__()
         self.widths = widths
 
@@ -167,38 +171,50 @@ class _SizesByTensor(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is T.size or getattr(func, "__self__", None) is T.shape:
             return self._shape(func(*args, **kwargs), *args, **kwargs)
-        if not any(_SHARD in x.__dict__ for x in _tensors((*args, *kwargs.values()))):
+        if not _has_shard(args) and not (kwargs and _has_shard(kwargs.values())):
             return func(*args, **kwargs)
-        if any(type(leaf) is FullAndLocal for leaf in _leaves((*args, *kwargs.values()))):
+        if _has_two_sizes(args) or (kwargs and _has_two_sizes(kwargs.values())):
             args, kwargs = _for_shard(func, args, kwargs)
         out = func(*args, **kwargs)
-        for x in _tensors((out,)):
-            x.__dict__[_SHARD] = True
+        _mark(out)
         return out
 
     def _shape(self, shape: Any, x: T, dim: int | None = None) -> Any:
-        width = next((width for argument, width in self.widths if argument is x), None)
-        if width is None or dim not in (None, -1, x.ndim - 1):
+        if not x.ndim or dim not in (None, -1, x.ndim - 1) or _SHARD in x.__dict__:
+            return shape
+        width = self.widths.get(x.shape[-1])
+        if width is None:
             return shape
         return width if dim is not None else torch.Size((*shape[:-1], width))
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[T]:
+def _has_shard(values: Iterable[Any]) -> bool:
     for value in values:
         if isinstance(value, T):
-            yield value
-        elif type(value) in (list, tuple):
-            yield from _tensors(value)
+            if _SHARD in value.__dict__:
+                return True
+        elif type(value) in (list, tuple) and _has_shard(value):
+            return True
+    return False
 
 
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+def _has_two_sizes(values: Iterable[Any]) -> bool:
     for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _leaves(value)
-        elif isinstance(value, slice):
-            yield from (value.start, value.stop)
-        else:
-            yield value
+        if type(value) is FullAndLocal:
+            return True
+        if isinstance(value, (list, tuple)) and _has_two_sizes(value):
+            return True
+        if type(value) is slice and _has_two_sizes((value.start, value.stop)):
+            return True
+    return False
+
+
+def _mark(out: Any) -> None:
+    if isinstance(out, T):
+        out.__dict__[_SHARD] = True
+    elif type(out) in (list, tuple):
+        for item in out:
+            _mark(item)
 
 
 def _for_shard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -217,10 +233,10 @@ def _for_shard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def _returns_shard(_: nn.Module, __: Any, output: Any) -> None:
-    for x in _tensors((output,)):
-        x.__dict__[_SHARD] = True
+    _mark(output)
 
 
 def _returns_full(_: nn.Module, __: Any, output: Any) -> None:
-    for x in _tensors((output,)):
-        x.__dict__.pop(_SHARD, None)
+    for x in output if isinstance(output, tuple) else (output,):
+        if isinstance(x, T):
+            x.__dict__.pop(_SHARD, None)

@@ -144,6 +144,7 @@ class Record:
         unknown: operations without a rule, with the modules that called them.
         calls: of modules with hidden states, in the order in which they began.
         ratios: of attributes, in the order in which they were read.
+        numbers: attributes that became real numbers, as in a scale: (module, attribute) of each.
         widths: the last dim of arguments that a module's forward asked for their shape: by module and `NAME.shape`.
         token_shards: at the boundaries of a plan: dims of tokens of which a rank has a part. gathered_tokens: and which
             were gathered.
@@ -165,6 +166,7 @@ class Record:
     unknown: dict[str, str] = field(default_factory=dict)
     calls: list[HiddenCall] = field(default_factory=list)
     ratios: dict[Ratio, None] = field(default_factory=dict)
+    numbers: set[tuple[str, str]] = field(default_factory=set)
     widths: dict[tuple[str, str], Dim] = field(default_factory=dict)
     token_shards: list[Dim] = field(default_factory=list)
     gathered_tokens: list[Dim] = field(default_factory=list)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_tensors as private
-from parallelize.plan.attribute_paths import mapped_integers
+from parallelize.plan.attribute_paths import is_settings, mapped_integers
 from parallelize.plan.dims.boundaries import Boundaries, boundaries_of
 from parallelize.plan.dims.factors import leaves, new_dim, size_of
 from parallelize.plan.dims.operations import apply_rule
@@ -57,6 +58,7 @@ def record_forward(
         stack.enter_context(torch.no_grad())
         stack.enter_context(_named_modules(record, model, boundaries))
         stack.enter_context(_watched_integers(model))
+        stack.callback(_RECORD.reset, _RECORD.set(record))
         stack.enter_context(_computed_anew())
         stack.enter_context(_SizesRead(record))
         stack.enter_context(private.record_ops(_recorder(record, end)))
@@ -175,6 +177,20 @@ class _Watched(int):
     def __reduce__(self) -> Any:
         return int, (int(self),)
 
+    def __float__(self) -> float:
+        self.note_number()
+        return float(int(self))
+
+    def note_number(self) -> None:
+        """It becomes a real number, as in a scale."""
+        record = _RECORD.get()
+        if record is not None:
+            record.numbers |= {source[:2] for source in self.sources}
+
+
+_RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
+"""Of the forward that runs now."""
+
 
 def _arithmetic(name: str) -> Any:
     plain = getattr(int, name)
@@ -182,6 +198,8 @@ def _arithmetic(name: str) -> Any:
     def run(self: _Watched, other: Any) -> Any:
         result = plain(self, other)
         if type(result) is not int:
+            if type(result) is float or type(other) is float:
+                self.note_number()
             return result
         sources: frozenset[Source] = getattr(other, "sources", frozenset())
         ratios: frozenset[Ratio] = getattr(other, "ratios", frozenset())
@@ -192,7 +210,7 @@ def _arithmetic(name: str) -> Any:
     return run
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv"):
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "truediv", "rtruediv", "pow"):
     setattr(_Watched, f"__{_name}__", _arithmetic(f"__{_name}__"))
 
 
@@ -200,15 +218,16 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordi
 def _watched_integers(model: nn.Module) -> Iterator[None]:
     """Replace the integer attributes of modules that are not PyTorch's own, and of their configs."""
     with ExitStack() as stack:
-        configs: dict[int, Any] = {}
+        configs: dict[int, tuple[str, Any]] = {}
         for name, module in model.named_modules():
-            if not type(module).__module__.startswith("torch."):
-                _watch(stack, module.__dict__, name, "")
-            config = module.__dict__.get("config")
-            if config is not None and hasattr(config, "__dict__"):
-                configs[id(config)] = config
-        for config in configs.values():
-            _watch(stack, config.__dict__, "", "config.")
+            if type(module).__module__.startswith("torch."):
+                continue
+            _watch(stack, module.__dict__, name, "")
+            for key, value in module.__dict__.items():
+                if (key == "config" and hasattr(value, "__dict__")) or is_settings(value):
+                    configs.setdefault(id(value), (key, value))
+        for key, config in configs.values():
+            _watch(stack, config.__dict__, "", f"{key}.")
         yield
 
 
@@ -245,6 +264,9 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """What `torch.nn.Module` itself keeps."""
 
 
+_OF_NUMBERS = ("add", "sub", "mul", "div", "true_divide", "pow", "__truediv__", "__rtruediv__", "__pow__", "__rpow__")
+"""Functions that compute with an integer, rather than with a size."""
+
 _SHAPED = ("view", "reshape", "expand", "zeros", "ones", "empty", "new_zeros", "new_ones", "new_empty")
 """Functions whose integers are the sizes of the result, in its order: equal sizes are told apart."""
 
@@ -277,6 +299,9 @@ class _SizesRead(TorchFunctionMode):
         watched = [leaf for leaf in flat if isinstance(leaf, _Watched)]
         limits = [limit for leaf in flat for limit in _limits(leaf)]
         name = getattr(func, "__name__", "")
+        if name in _OF_NUMBERS:
+            for number in watched:
+                number.note_number()
         if name == "repeat_interleave":
             self._note_repeats(watched, out)
         elif watched or limits:
@@ -296,14 +321,22 @@ class _SizesRead(TorchFunctionMode):
 
     def _with_width(self, sizes: Any, x: T, dim: int | None = None) -> Any:
         """The sizes of a tensor, of which the last knows that it is the width of an argument of the module whose
-        forward runs."""
-        name = next((f"{name}.shape" for name, value in self.record.arguments.items() if value is x), "")
-        if not name or x.shape[-1] < 2 or dim not in (None, -1, x.ndim - 1):
+        forward runs, or of what was computed from one and has that dim last."""
+        name = self._argument_of_width(x) if x.ndim and x.shape[-1] > 1 and dim in (None, -1, x.ndim - 1) else ""
+        if not name:
             return sizes
         module, width = self.record.module, x.shape[-1]
         self.record.widths[module, name] = self.record.dims(x)[-1]
         watched = _Watched(width, frozenset([(module, name, width)]))
         return watched if dim is not None else torch.Size((*sizes[:-1], watched))
+
+    def _argument_of_width(self, x: T) -> str:
+        """`NAME.shape` of the argument whose width is that of a tensor; empty: there is none."""
+        width = leaves(self.record.dims(x)[-1])
+        for name, value in self.record.arguments.items():
+            if value is x or leaves(self.record.dims(value)[-1]) == width:
+                return f"{name}.shape"
+        return ""
 
     def _note(self, watched: list[_Watched], result: T, operation: str, gives: Callable[[int, int, int], bool]) -> None:
         """gives: whether an integer gives the size of the dim at an index."""

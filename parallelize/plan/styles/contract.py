@@ -116,13 +116,11 @@ class InputWidth:
     Args:
         argument: its name.
         full, local: the numbers of all heads, and of those that a rank has: the width is scaled by local / full.
-        elsewhere_full: whether the code needs the full width as well, where no shard is meant.
     """
 
     argument: str
     full: int
     local: int
-    elsewhere_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,6 +181,8 @@ class Contract:
             back), "scaled experts" (the same, called as "dense experts").
         inputs: arguments of which each rank takes the parts of its heads.
         input_widths: arguments of which the module's own code reads a local width.
+        sizes_by_tensor: whether the module's own code needs its local attributes and widths in full too, where it works
+            on no shard.
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
         beside: of "whole experts": the child of their block that is computed while their results return; with a "?" if
@@ -205,6 +205,7 @@ class Contract:
     compute: str = "stock"
     inputs: tuple[InputShard, ...] = ()
     input_widths: tuple[InputWidth, ...] = ()
+    sizes_by_tensor: bool = False
     split: tuple[str, ...] = ()
     local_attributes: dict[str, str] = field(default_factory=dict)
     beside: str = ""

@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -190,7 +189,8 @@ class _Derivation:
 
     def _with_full_logits(self, without: Draft, inner: Proof | None) -> Derived | None:
         """The draft whose head returns full logits, or else the one without the vocabulary; None: neither is proven."""
-        draft = replace(self._draft("full"), both_widths=without.both_widths)
+        draft = self._draft("full")
+        draft = self._by_tensor(draft, without.by_tensor) if without.by_tensor else draft
         proof = self._prove(draft)
         if proof.ok:
             return self._finished(draft, proof)
@@ -227,17 +227,33 @@ class _Derivation:
         return Drafting(self.model, self.analysis, self.choice, self.fields, logits, self.banned, self.tp).run()
 
     def _proven(self, logits: str) -> tuple[Draft, Proof | None]:
-        """A draft and what its proof says; None: it shards nothing. Where forwards that read the width of an input cannot
-        be proven with a local one alone, they are given both."""
+        """A draft and what its proof says; None: it shards nothing. Where it fails, forwards that may need what became
+        local in full too are given both."""
         draft = self._draft(logits)
         if not _share(self.model, draft):
             return draft, None
         proof = self._prove_both(draft)
-        if proof.ok or not any(map(has_width, chain.from_iterable(draft.local.values()))):
+        modules = frozenset() if proof.ok else self._of_two_sizes(draft)
+        if not modules:
             return draft, proof
-        wider = replace(draft, both_widths=True)
+        wider = self._by_tensor(draft, modules)
         again = self._prove_both(wider)
         return (wider, again) if again.ok else (draft, proof)
+
+    def _of_two_sizes(self, draft: Draft) -> frozenset[str]:
+        """Modules that read the width of an input, or compute a real number of what became local, as of a scale; in all
+        layers alike."""
+        numbers = self.record.numbers
+        found = {
+            generic(name)
+            for name, sizes in draft.local.items()
+            if any(has_width(attribute) or (name, attribute) in numbers for attribute in sizes)
+        }
+        return frozenset(name for name in draft.local if generic(name) in found)
+
+    def _by_tensor(self, draft: Draft, modules: frozenset[str]) -> Draft:
+        """The draft in which these modules, which then need a rule, know sizes in full too."""
+        return replace(draft, styles={**dict.fromkeys(modules, "replicate"), **draft.styles}, by_tensor=modules)
 
     def _prove_both(self, draft: Draft) -> Proof:
         """Also in evaluation, where a forward may read other attributes that become local. What is added to a draft
@@ -332,7 +348,7 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
         allow=allow,
         default=draft.default,
         gathered=draft.gathered,
-        both_widths=draft.both_widths,
+        by_tensor=draft.by_tensor,
     )
     return plan_text(
         Heading(about, model_type, "" if model_type else type(model).__name__, base), sections, names_of(model)

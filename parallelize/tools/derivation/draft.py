@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from parallelize.axes.tensor.layers.norms import check_gated_norm, check_rms_norm
 from parallelize.base.errors import ModelError
+from parallelize.plan.attribute_paths import dotted
 from parallelize.plan.dims.factor_analysis import (
     Choice,
     FactorAnalysis,
@@ -23,6 +25,7 @@ from parallelize.plan.dims.factors import Factor, leaves, size_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
 from parallelize.tools.derivation.patterns import leaves_something, note_partial, other_parameters, vocabulary_rules
+from parallelize.tools.derivation.plan_text import has_width
 from parallelize.tools.derivation.region_search import (
     FULL_GRADIENT,
     blocks_that_read_shards,
@@ -48,7 +51,7 @@ class Draft:
         default: the style of all other modules with parameters; empty: there are none.
         regions: the sections for sequence parallelism.
         gathered: of linears whose output is gathered, why no pair takes them.
-        both_widths: whether forwards that read the width of an input need the full one too.
+        by_tensor: modules whose forwards need what is local in full too.
     """
 
     default: str = "replicate"
@@ -59,7 +62,7 @@ class Draft:
     whole: dict[str, str] = field(default_factory=dict)
     gathered: dict[str, str] = field(default_factory=dict)
     below: list[str] = field(default_factory=list)
-    both_widths: bool = False
+    by_tensor: frozenset[str] = frozenset()
 
 
 class Drafting:
@@ -271,7 +274,8 @@ class Drafting:
         for read in self.analysis.record.reads:
             if read.module in self.analysis.linears:  # whose forward is the style's
                 continue
-            if read.attribute.startswith("config.") and "config" not in vars(self.analysis.modules[read.module]):
+            owner = read.attribute.partition(".")[0]
+            if not has_width(read.attribute) and owner not in vars(self.analysis.modules[read.module]):
                 continue
             run = _run_of(leaves(read.dim), read.value)
             if run is None or (self._is_width(read.module, read.attribute) and candidate.factor not in run):
@@ -319,11 +323,15 @@ class Drafting:
             for attribute, size in sizes.items():
                 first.setdefault((generic(name), attribute, size), name)
         for (pattern, attribute, size), donor in first.items():
-            value = vars(self.analysis.modules[donor]).get(attribute)
-            for name, module in self.analysis.modules.items():
+            value = self._value_of(donor, attribute)
+            for name in self.analysis.modules:
                 alike = generic(name) == pattern and self._inside(name) == self._inside(donor)
-                if alike and type(value) is int and vars(module).get(attribute) == value:
+                if alike and type(value) is int and self._value_of(name, attribute) == value:
                     self.draft.local.setdefault(name, {}).setdefault(attribute, size)
+
+    def _value_of(self, module: str, attribute: str) -> Any:
+        """None of a field of a config, which layers may share."""
+        return None if attribute.startswith("config.") else dotted(self.analysis.modules[module], attribute)
 
     def _inside(self, name: str) -> dict[str, str]:
         """The styles of what is in a module, by the rest of its name."""

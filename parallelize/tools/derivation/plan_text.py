@@ -43,7 +43,7 @@ class Heading:
 @dataclass(frozen=True)
 class Sections:
     """The content of a plan file, by names of modules. `whole`: why linears are not sharded. `gathered`: or not in a
-    pair. `both_widths`: whether code that reads the width of an input needs the full one too."""
+    pair. `by_tensor`: modules whose code needs what is local in full too."""
 
     styles: Mapping[str, str]
     sizes: Mapping[str, str | int]
@@ -54,7 +54,7 @@ class Sections:
     allow: str = ""
     default: str = "replicate"
     gathered: Mapping[str, str] = field(default_factory=dict)
-    both_widths: bool = False
+    by_tensor: frozenset[str] = frozenset()
 
 
 def plan_text(heading: Heading, sections: Sections, names: Sequence[str]) -> str:
@@ -131,8 +131,10 @@ def _local(sections: Sections, names: Sequence[str]) -> list[str]:
     """Attributes that become local, and arguments whose width does, which are `NAME.shape` among them."""
     attributes, inputs = {}, {}
     for module, sizes in sections.local.items():
-        widths = {name.removesuffix(_SHAPE): _width(size, sections) for name, size in sizes.items() if has_width(name)}
-        attributes[module] = {name: size for name, size in sizes.items() if not has_width(name)}
+        also = ", elsewhere=full" if module in sections.by_tensor else ""
+        widths = {name.removesuffix(_SHAPE): f"width({size}{also})" for name, size in sizes.items() if has_width(name)}
+        of_attributes = "" if widths else also  # which one of them says for all of the module
+        attributes[module] = {name: f"{size}{of_attributes}" for name, size in sizes.items() if not has_width(name)}
         inputs[module] = widths
     return [*_section("local", attributes, names), *_section("local_inputs", inputs, names)]
 
@@ -143,10 +145,6 @@ _SHAPE = ".shape"
 def has_width(name: str) -> bool:
     """Whether what becomes local is the width of an argument, rather than an attribute."""
     return name.endswith(_SHAPE)
-
-
-def _width(size: str, sections: Sections) -> str:
-    return f"width({size}, elsewhere=full)" if sections.both_widths else f"width({size})"
 
 
 def _section(title: str, of_modules: Mapping[str, Mapping[str, str]], names: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -71,7 +72,11 @@ def reads_of(function, **attributes):
         (lambda m, x: x.view(2, 5, m.one, 12), dict(one=1), []),
         (lambda m, x: x.view(2, 5, m._heads, -1), dict(_heads=4), [("_heads", 4, 4)]),
         (lambda m, x: x.view(2, 5, *m.sizes), dict(sizes=(4, 3)), [("sizes.0", 4, 4), ("sizes.1", 3, 3)]),
-        (lambda m, x: m.view(x), dict(view=partial(T.unflatten, dim=2, sizes=(4, 3))), [("view.sizes.0", 4, 4), ("view.sizes.1", 3, 3)]),
+        (
+            lambda m, x: m.view(x),
+            dict(view=partial(torch.Tensor.unflatten, dim=2, sizes=(4, 3))),
+            [("view.sizes.0", 4, 4), ("view.sizes.1", 3, 3)],
+        ),
         (
             lambda m, x: x.view(2, 5, m.config.heads, -1),
             dict(config=SimpleNamespace(heads=4)),

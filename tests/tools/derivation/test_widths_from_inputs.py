@@ -1,5 +1,5 @@
-"""Attention that takes its width from its input, as in nanoGPT, minGPT and older timm, is sharded over heads. Where the
-code needs the full width too, the plan says the line and the edit, which works."""
+"""Attention that takes its width from its input, as in nanoGPT, minGPT and older timm, is sharded over heads, also
+where the code needs the full width too. Where no plan is proven, it says the line and the edit, which works."""
 
 from __future__ import annotations
 
@@ -69,6 +69,19 @@ class NeedsAll(Attention):
         return self.out(y.transpose(1, 2).contiguous().view(B, length, C))
 
 
+class OfAGlobal(Attention):
+    """Its width is a number of the file."""
+
+    def forward(self, x: T) -> T:
+        (B, length, _), C = x.size(), HIDDEN
+        q, k, v = (
+            y.view(B, length, self.n_head, C // self.n_head).transpose(1, 2)
+            for y in self.qkv(x).split(self.n_embd, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).contiguous().view(B, length, C))
+
+
 class EditedAttention(Attention):
     def __init__(self):
         super().__init__()
@@ -114,8 +127,15 @@ def test_attention_is_sharded_over_heads(attention):
     ]
 
 
+def test_code_that_needs_the_full_width_too_knows_both():
+    derived = derive_plan(in_layers(NeedsAll), {"ids": torch.randint(0, VOCABULARY, (2, LENGTH))}, tp=2)
+    assert not derived.whole and "sequence parallel" in str(derived.proof)
+    assert 'blocks.*.attn: {x: "width(heads, elsewhere=full)"}' in derived.text
+    assert all(item.elsewhere_full for item in derived.plan.local_inputs)
+
+
 def test_what_is_left_whole_says_the_line_and_the_edit():
-    derived = derive_plan(Net(NeedsAll), tp=2)
+    derived = derive_plan(Net(OfAGlobal), tp=2)
     reason = derived.whole["attention.qkv"]
     assert "`C // self.n_head`, line" in reason and "test_widths_from_inputs.py" in reason and "flatten(2)" in reason
     assert reason in derived.text.replace("\n", " ")

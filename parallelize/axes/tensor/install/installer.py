@@ -64,7 +64,7 @@ from parallelize.plan.attribute_paths import dotted
 from parallelize.plan.block_formats import is_conv1d
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ModuleRow, ParameterRow, RegionRow, ResolvedPlan
-from parallelize.plan.styles.contract import Contract, Conversion, InputWidth
+from parallelize.plan.styles.contract import Contract, Conversion
 from parallelize.plan.styles.style import ModuleFacts
 from parallelize.state.local_config import set_local
 from parallelize.state.parameters import Slot
@@ -177,10 +177,11 @@ class Installer:
             if planned.enter is not None:
                 planned.argument = argument_of(module, contract.argument)
                 planned.max_inputs = contract.max_inputs
-            planned.inputs = local_inputs(module, contract.inputs, contract.input_widths, self.group, argument_of)
-            if widths := self._widths_by_tensor(row):
+            widths = () if contract.sizes_by_tensor else contract.input_widths
+            planned.inputs = local_inputs(module, contract.inputs, widths, self.group, argument_of)
+            if contract.sizes_by_tensor:
                 inside = self._planned_inside(row.fqn)
-                planned.stock = sizes_by_tensor(module, planned.stock, widths, inside, argument_of)
+                planned.stock = sizes_by_tensor(module, planned.stock, contract.input_widths, inside, argument_of)
             is_fresh = type(module) is nn.Linear or contract.computes_experts  # an output that nothing else reads
             planned.leave = self._conversion(contract.leave, row, fused=is_fresh)
             planned.defer_bias = contract.adds_bias_after_sum and planned.leave is not None
@@ -403,11 +404,6 @@ class Installer:
 
     # -- attributes and region ------------------------------------------------------------------------------------
 
-    def _widths_by_tensor(self, row: ModuleRow | None) -> list[InputWidth]:
-        """Arguments of a module of which its code reads both widths."""
-        widths = row.contract.input_widths if row is not None else ()
-        return [width for width in widths if width.elsewhere_full and width.local != width.full]
-
     def _planned_inside(self, fqn: str) -> list[tuple[nn.Module, Contract]]:
         rows = self.resolved.modules.items()
         inside = [(name, row.contract) for name, row in rows if name.startswith(f"{fqn}." if fqn else "") and name]
@@ -417,7 +413,7 @@ class Installer:
         module = self.model.objects[fqn]
         values: dict[str, Any] = dict(self.resolved.attributes.get(fqn, {}))
         row = self.resolved.modules.get(fqn)
-        if self._widths_by_tensor(row):
+        if row is not None and row.contract.sizes_by_tensor:
             values = {path: sized(dotted(module, path), value) for path, value in values.items()}
         for attribute, key in (row.contract.local_attributes if row else {}).items():
             parameter = self._parameter(fqn, key)

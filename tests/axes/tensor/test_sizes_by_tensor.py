@@ -59,7 +59,8 @@ class Attention(nn.Module):
             for y in self.c_attn(tokens).split(self.n_embd, dim=2)
         )
         weights = (q @ k.transpose(-2, -1) * C**0.5 / C * math.sqrt(self.n_head)).softmax(-1)
-        return self.c_proj(self.merged(weights @ v, B, length, C)).view(-1, C).view(B, length, C)
+        y = self.c_proj(self.merged(weights @ v, B, length, C))
+        return y.view(*y.shape[:2], C)  # of full features, and of this rank's tokens under sequence parallelism
 
     def merged(self, y: T, *shape: int) -> T:
         return y.transpose(1, 2).contiguous().view(*shape)

@@ -117,6 +117,8 @@ def _shipped(name: str, **fixed: Any) -> Callable[..., nn.Module]:
 
 
 class _Attention(nn.Module):
+    """As many people write it: the width comes from the input, for views of heads and for a scale."""
+
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -124,11 +126,13 @@ class _Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: T) -> T:
+        rows, length, width = x.shape
         query, key, value = (
-            linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.query, self.key, self.value)
+            linear(x).view(rows, length, self.heads, width // self.heads).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        return self.out(mixed.transpose(1, 2).contiguous().view(rows, length, width)) * (4 * width**-0.5)
 
 
 class _MLP(nn.Module):
@@ -191,6 +195,8 @@ tensor_parallel:
   head: colwise(output=vocabulary)
 local:
   blocks.*.attention: {heads: heads}
+local_inputs:
+  blocks.*.attention: {x: "width(heads, elsewhere=full)"}
 positions: positions
 packing: none
 attention: {blocks.*.attention: causal}

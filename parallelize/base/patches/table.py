@@ -106,7 +106,7 @@ TABLE = (
     Patch(
         "einops.einops._reconstruct_from_shape",
         "computes sizes anew, of which the attributes are followed that gave them",
-        "einops 0.8",
+        "einops 0.9.0dev",
         "a forward is recorded",
         _BLOCK,
     ),

@@ -260,8 +260,8 @@ def _watch(stack: ExitStack, values: dict[str, Any], name: str, prefix: str) -> 
             stack.callback(values.__setitem__, key, value)
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""What `torch.nn.Module` itself keeps."""
+_OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
+"""What `torch.nn.Module` itself keeps, and a forward of an instance, in whose place a planned one is set."""
 
 
 _OF_NUMBERS = ("add", "sub", "mul", "div", "true_divide", "pow", "__truediv__", "__rtruediv__", "__pow__", "__rpow__")

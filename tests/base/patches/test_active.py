@@ -27,7 +27,7 @@ from tests.policy.sources import PATHS, nodes_of, tree_of
 from tests.support.models import tiny_model
 from tests.support.threads import run_ranks
 
-LIBRARIES = ("torch", "transformers", "peft", "accelerate", "Python")
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "einops", "Python")
 MODULES = ("torch", "transformers", "peft", "accelerate", "trl", "lightning", "gc", "sys")
 FOREIGN = (
     (torch.autograd, "backward"),

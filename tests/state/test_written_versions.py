@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from parallelize import build_mesh, local_optimizer, parallelize_module
+from parallelize import build_mesh, full_state_dict, local_optimizer, parallelize_model, parallelize_module
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of
 from tests.support.threads import run_ranks
@@ -60,3 +60,19 @@ def test_steps_after_each_backward_train():
 
     for losses in run_ranks(2, body):
         assert losses[2] < losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_assigned_data_is_written_to_the_shard(axes):
+    """Under ZeRO 3 also where no plan shards anything over tp."""
+    stock = tiny_model("llama", torch.float64)
+    zero = 3 if "dp" in axes else 0
+
+    def body(rank: int) -> bool:
+        parallel = parallelize_model(copy.deepcopy(stock), build_mesh("cpu", **axes), zero=zero)
+        for parameter in parallel.module.parameters():
+            parameter.data = parameter.data * 0.5
+        full = full_state_dict(parallel.module, every_rank=True)
+        return all(torch.equal(full[name], value * 0.5) for name, value in stock.named_parameters())
+
+    assert all(run_ranks(2 * len(axes), body))

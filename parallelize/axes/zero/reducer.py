@@ -240,6 +240,8 @@ class Reducer:
         elif self._auto_flush:
             for stage in self._stages:
                 self.flush(stage)
+            if not self._held_stages:
+                self._show_sums()
 
     # -- sending --------------------------------------------------------------------------------------------------
 
@@ -267,6 +269,16 @@ class Reducer:
         self._in_flight.append(bucket)
         if self.splits and len(self._in_flight) > IN_FLIGHT:
             self._in_flight.pop(0).finish_reduction()
+
+    def _show_sums(self) -> None:
+        """Let `.grad` be the sums so far, so that whoever drops or edits gradients before the next backward does so
+        here too."""
+        for bucket in self._in_flight:
+            bucket.finish_reduction()
+        self._in_flight = []
+        for bucket in self.buckets:
+            if not bucket.late:
+                bucket.set_grads()
 
     # -- calls of an engine ---------------------------------------------------------------------------------------
 
@@ -304,14 +316,12 @@ class Reducer:
         for stage in self._stages:
             if stage in self._unreduced_stages:
                 self._start_remaining_buckets(stage)
-        for bucket in self.buckets:
-            if bucket.late:
-                self._start_reduction(bucket)
-        for bucket in self._in_flight:
-            bucket.finish_reduction()
-        self._in_flight = []
+        late = [bucket for bucket in self.buckets if bucket.late]
+        for bucket in late:
+            self._start_reduction(bucket)
+        self._show_sums()
         self._unreduced_stages.clear()
-        for bucket in self.buckets:
+        for bucket in late:
             bucket.set_grads()
         self._in_step = self._ran_forward = False
         if self.on_reduced is not None:

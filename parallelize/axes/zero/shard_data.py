@@ -56,6 +56,7 @@ from parallelize.state.loop.clip import serve_several_meshes
 from parallelize.state.records import applied, facts_of, mark_applied, record_of, resolution_so_far
 from parallelize.state.sharding import join_tied_slots
 from parallelize.state.step_results import as_instance
+from parallelize.state.written_versions import follow_data_assignments
 
 STAGES = (0, 1, 2, 3)
 
@@ -171,6 +172,7 @@ def apply_data_axes(module: nn.Module, mesh: MeshView, resolved: ResolvedPlan, o
     make_contiguous(module)
     join_tied_slots(module)
     serve_several_meshes()
+    follow_data_assignments()
     set_up(REDUCED, Guarded(module, mesh, plan=resolved))
     if resolved.options.zero == 3:
         _shard_parameters(module, mesh, options, resolved)

@@ -1,9 +1,9 @@
-"""Gradient accumulation: what ranks sum is summed once, after all backward passes."""
+"""Gradient accumulation: what data ranks sum is summed once, after all backward passes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -12,32 +12,31 @@ from parallelize.state.records import applied, inside_adapters, not_parallelized
 
 @contextmanager
 def accumulate_gradients(module: nn.Module) -> Iterator[None]:
-    """Run several backward passes inside; gradients that ranks sum are summed once, when the block ends.
+    """Run several backward passes inside; gradients are summed over the data axes once, when the block ends.
 
-    Without it each backward pass sums its own: the same numbers, with more messages.
+    Without it each backward pass sums its own: the same numbers, with more messages. Gradients may be dropped or edited
+    between two passes, as on one process.
 
     Args:
         module: a model on any mesh.
 
     Returns: a context manager.
     Raises: ModelError `not-parallelized`.
-    Cost: one set of reductions at the end of the block: the pending reductions of norms and shared heads over tp, and
-        the gradients that `shard_data` reduces over the data axes. ZeRO 2 and 3 reduce in each backward pass, unless
-        `defer` is set.
+    Cost: one set of reductions at the end of the block, of the gradients that `shard_data` reduces over the data axes.
+        ZeRO 2 and 3 reduce in each backward pass, unless `defer` is set; so do norms and shared heads over tp.
     """
     root = inside_adapters(module)
     record, data = record_of(root), applied(root).data
     if record is None and data is None and pipeline_cut(root) is None:  # stages alone sum nothing
         raise not_parallelized(module)
     engine = data.engine if data is not None else None
-    with record.pending_reductions.accumulating() if record is not None else nullcontext():
-        if engine is not None:
-            engine.hold(auto_flush=True)
-        try:
-            yield
-        except BaseException:
-            if engine is not None:
-                engine.reset()
-            raise
-    if engine is not None:
-        engine.finish()
+    if engine is None:
+        yield
+        return
+    engine.hold(auto_flush=True)
+    try:
+        yield
+    except BaseException:
+        engine.reset()
+        raise
+    engine.finish()

@@ -119,6 +119,16 @@ def steps_in_one_block(side: Side, number: int, step: Any) -> None:
         step(number + 1)
 
 
+@at("around")
+def gradients_dropped_in_a_block(side: Side, number: int, step: Any) -> None:
+    """Those of a first backward, of which nothing may be left in what is summed when the block ends."""
+    with nullcontext() if side.alone else accumulate_gradients(side.model):
+        step(number)
+        for parameter in side.model.parameters():
+            parameter.grad = None
+        step(number + 1)
+
+
 def _policy_gradient(side: Side, number: int, temperature: float = 1.0) -> None:
     logits, ids = logits_of(side.forward(number)), side.split(side.targets(number))
     valid = ids != IGNORED

@@ -32,7 +32,7 @@ from parallelize.plan.adapters import (
     layer_name,
 )
 from parallelize.plan.model_facts import ModelFacts, describe
-from parallelize.plan.pattern import alternatives, matches
+from parallelize.plan.pattern import alternatives, is_default, matches
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
@@ -224,7 +224,9 @@ def _rows(record: PlanRecord, facts: ModelFacts, added: Mapping[str, Any]) -> tu
     plan = for_adapters(stock, facts)
     modules = {name.rpartition(".")[0] for name in added}
     new = {*added, *modules, *(name for name in adapted_layers(facts) if not _is_wrapped(facts, name))}
-    rules = tuple(rule for rule in plan.rules if _names_any(rule, new))
+    named = [rule for rule in plan.rules if _names_any(rule, new)]
+    # a default may have none of what was added
+    rules = tuple(replace(rule, optional=rule.optional or is_default(rule.pattern)) for rule in named)
     options = replace(stock.options, loss_parallel=False, fuse_loss=False, ep=1, etp=1)
     used = {name for rule in rules for name in rule.style.sizes}
     sizes = {name: size for name, size in stock.sizes.items() if name in used}

@@ -181,11 +181,23 @@ class _Rules:
     def of(self, rule: Rule) -> Iterator[Rule]:
         """The rules in the place of one."""
         if is_default(rule.pattern) or rule.style.traits.wraps:  # the plan is for some of the adapters already
-            self.planned |= {name for name in self.adapted if matches(rule.pattern, name)}
+            named = [name for name in self.adapted if matches(rule.pattern, name)]
+            for name in named if is_default(rule.pattern) else ():
+                yield from self._parts_of_default(rule, name)
+            self.planned |= {*named}
             yield rule
             return
         for pattern in alternatives(rule.pattern):
             yield from self._rules_of_pattern(replace(rule, pattern=pattern))
+
+    def _parts_of_default(self, rule: Rule, name: str) -> Iterator[Rule]:
+        """Of a layer that a default alone names: its wrapper may read parameters of what is inside. One that no plan
+        serves is left as the default has it."""
+        known = len(self.problems)
+        parts = [] if name in self.planned else [*self._parts(rule, name, name)]
+        if len(self.problems) == known:
+            yield from parts
+        del self.problems[known:]
 
     def _rules_of_pattern(self, rule: Rule) -> Iterator[Rule]:
         matched = self._match(rule.pattern)

@@ -214,8 +214,11 @@ class Reducer:
         if bucket is None:  # dropped: it is of no model any more
             return
         number = private.backward_id()
-        if self._queued not in (None, number) and number != -1 and not self._in_step:
-            self.reset()  # the previous backward has failed, and never came to its end
+        if self._queued not in (None, number) and number != -1:  # the previous backward never came to its end
+            if self._in_step and self._auto_flush:
+                raise _failed_in_a_block()
+            if not self._in_step:
+                self.reset()
         bucket.collect_gradient(param)
         if bucket.stage in self._held_stages or bucket.late:
             bucket.cast_to_sum_dtype(param)
@@ -398,6 +401,12 @@ def _weak_hook(method: weakref.WeakMethod) -> Callable[..., None]:
         bound(*args)
 
     return hook
+
+
+def _failed_in_a_block() -> ModelError:
+    what = "a backward has failed inside of accumulate_gradients, and ranks have summed a part of it"
+    fix = "catch the error outside of `with accumulate_gradients(model):`, zero_grad(), and begin the block again"
+    return ModelError(Problem("failed-backward", what, fix=fix))
 
 
 def added_error(name: str) -> ModelError:

@@ -26,7 +26,6 @@ from parallelize.axes.vocabulary.loss.losses import cross_entropy, valid_tokens
 from parallelize.axes.vocabulary.loss.sequences import counted_by_rank
 from parallelize.axes.zero.router_loss import router_loss_of
 from parallelize.base.errors import HandshakeError, ModelError, ParallelizeError, Problem, ShapeError
-from parallelize.base.mesh import DATA_AXES
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.ops.vocabulary.cross_entropy import mean_over
@@ -69,9 +68,8 @@ class BatchReader:
         self.module, self.comparison, self.num_microbatches = module, comparison, num_microbatches
         self.stages, self.share_inputs, self.form = stages, share_inputs, BatchForm(module, whole)
         self.loss, self.count, self.reads_tokens = loss or token_loss, count or valid_tokens, loss is None
-        # a loss of the user's that is divided by the number of targets of several parts
-        has_parts = num_microbatches * comparison.spec.ranks(*DATA_AXES) > 1
-        self._sums_tokens = loss is not None and count is None and has_parts
+        self._counts_targets = count is None
+        self._counted: T | int = 1  # by this rank, of the step that runs
         self._may_be_unshifted = loss is None and refuse_ids  # until targets of a step were compared with its ids
         self.context = context_of(module)
         self.check = check
@@ -118,7 +116,12 @@ class BatchReader:
         error: ParallelizeError | None,
     ) -> T:
         """The global count. Raises: `error`, which every rank learns of; HandshakeError where ranks differ."""
-        count = self.count(targets) if error is None and targets is not None else 1
+        count: Any = 1
+        if error is None and targets is not None:
+            if self._counts_targets and not isinstance(targets, T):
+                error = _no_count(targets)
+            else:
+                count = self._counted = self.count(targets)
         settings["error"] = ", ".join(error.slugs) if error is not None else "none"
         try:
             sequences = microbatches[0].batch_size if microbatches else 0
@@ -135,12 +138,16 @@ class BatchReader:
         def loss(output: Any, targets: Any) -> T:
             with counted_by_rank():
                 value = self.loss(output, targets)
-            if self._sums_tokens and targets is not None and is_mean(value):
-                raise _no_sum()
+            if targets is not None and is_mean(value) and self._divides_means():
+                raise _no_sum(self._counts_targets)
             more = router_loss_of(self.module, output) if self.reads_tokens and not forward_only else 0.0
             return mean_over(value, total) + more / self.num_microbatches
 
         return loss
+
+    def _divides_means(self) -> bool:
+        """Whether a mean over each microbatch would be divided once more: it is right where each counts as one."""
+        return self._counts_targets or bool(self._counted > self.num_microbatches)
 
     def _with_decoder_ids(self, batch: InputBatch, labels: Any) -> InputBatch:
         more = with_decoder_ids(self.module, batch.inputs, labels) if self.reads_tokens and labels is not None else {}
@@ -158,12 +165,17 @@ class BatchReader:
         return local_targets(self.context, batch.length, targets)
 
 
-def _no_sum() -> ModelError:
-    what = (
-        "`loss` returns a mean over a microbatch, which would be divided once more by the number of targets of the step"
-    )
+def _no_sum(counts_targets: bool) -> ModelError:
+    by = "the number of targets of the step" if counts_targets else "what `count` returns"
+    what = f"`loss` returns a mean over a microbatch, which would be divided once more by {by}"
     fix = 'the sum over the microbatch (reduction="sum"); with `count`, if it is divided by something else than targets'
     return ModelError(Problem("loss-no-sum", what, fix=fix))
+
+
+def _no_count(targets: Any) -> ModelError:
+    what = f"the targets of a step are a {type(targets).__name__}, and no `count` says by what its loss is divided"
+    fix = "parallelize_model(..., loss=, count=): count(targets) is the number of targets, or 1 for a mean"
+    return ModelError(Problem("no-count", what, fix=fix))
 
 
 def _refuse_without_gradients() -> None:

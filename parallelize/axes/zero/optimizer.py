@@ -68,13 +68,16 @@ def build_optimizer(
 
     Returns: the optimizer.
     Raises: ModelError `not-elementwise` for a class that cannot work on shards, with the reason, and for both
-        `elementwise` and `by_parameter`; `foreign-parameter`;
-        `state-not-offloaded`; those of the class; `unmanaged-parameter` for a model that got parameters after
-        `shard_data`.
+        `elementwise` and `by_parameter`; `no-optimizer-class`; `foreign-parameter`; `state-not-offloaded`; those of the
+        class; `unmanaged-parameter` for a model that got parameters after `shard_data`.
     Cost: building sends nothing. Under ZeRO 1 and 2 each step ends with an all-gather of the parameters that it has
         stepped. `by_parameter`: building is a collective in which ranks say what they store; a step begins with two
         all-to-alls of shards, values and gradients, to the owners, and ends with one of new values.
     """
+    if isinstance(optimizer, Optimizer):
+        what = f"build_optimizer was given an {type(optimizer).__name__} that is built already"
+        fix = "the class and its arguments: build_optimizer(model, torch.optim.AdamW, lr=1e-3)"
+        raise ModelError(Problem("no-optimizer-class", what, fix=fix))
     name = optimizer.__name__
     whole, module = module, inside_adapters(module)
     data = data_of(module)
@@ -127,6 +130,9 @@ def _steps_locally(name: str, elementwise: bool | None, by_parameter: bool | Non
     if elementwise and by_parameter:
         what = f"{name} is said to update each element by itself, and to need full parameters"
         raise ModelError(Problem("not-elementwise", what, fix="pass elementwise=True or by_parameter=True, not both"))
+    if elementwise and (name in BY_PARAMETER or name in NEEDS_ALL_PARAMETERS):
+        what = f"{name} is said to update each element by itself, and needs full parameters"
+        raise ModelError(Problem("not-elementwise", what, fix="leave elementwise=True out"))
     return name in ELEMENTWISE and not by_parameter if elementwise is None else elementwise
 
 

@@ -7,7 +7,7 @@ alone has are left out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -60,17 +60,24 @@ def resized_vocabulary(
     """How the vocabulary of a checkpoint differs from that of a model; None where it does not.
 
     Args:
-        module: the model, or one pipeline stage of it. The embedding of its tokens is that of `get_input_embeddings`,
-            or, of a model without such a method, the first one whose rows differ.
+        module: the model, or one pipeline stage of it. The embedding of its tokens is that of `get_input_embeddings`.
+            Of a model without such a method, the one as whose rows the outputs of a linear differ: its head; or the
+            only one.
         saved_shape, own_shape: shape of a parameter by its name in the module; None if there is none.
     """
     stock = stock_model(module)
     ends = getattr(stock, "get_input_embeddings", None)
-    chosen = ends() if callable(ends) else None
+    chosen: Any = ends() if callable(ends) else None
+    rows: dict[nn.Module, tuple[int, int]] = {}
     for name, inner in module.named_modules():
-        if inner is chosen if chosen is not None else isinstance(inner, nn.Embedding):
+        if inner is chosen or isinstance(inner, (nn.Embedding, nn.Linear)):
             key = f"{name}.weight" if name else "weight"
             saved, own = saved_shape(key), own_shape(key)
             if saved is not None and own is not None and saved[:1] != own[:1] and saved[1:] == own[1:]:
-                return ResizedVocabulary(saved[0], own[0])
-    return None
+                rows[inner] = saved[0], own[0]
+    if chosen is not None:
+        return ResizedVocabulary(*rows[chosen]) if chosen in rows else None
+    tables = [inner for inner in module.modules() if isinstance(inner, nn.Embedding)]
+    of_heads = {sizes for inner, sizes in rows.items() if isinstance(inner, nn.Linear)}
+    found = [rows[table] for table in tables if table in rows and (rows[table] in of_heads or len(tables) == 1)]
+    return ResizedVocabulary(*found[0]) if found else None

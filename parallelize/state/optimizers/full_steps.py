@@ -76,7 +76,7 @@ class FullSteps:
         """Find out which rank owns which parameter, if this was not done for these parameters. A collective over the
         ranks of a pipeline stage.
 
-        Raises: ModelError `matrix-not-covered`.
+        Raises: ModelError `foreign-parameter`, `matrix-not-covered`.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters)):
@@ -84,6 +84,11 @@ class FullSteps:
         module, names = self._module(), self._names_of()
         assert module is not None
         where, group = StoredSlices(module), stage_group(module)
+        for p in parameters:
+            if id(p) not in names:
+                what = f"{type(optimizer).__name__} steps a parameter of shape {list(p.shape)} that is not the model's"
+                fix = "take parameters after the model was wrapped"
+                raise ModelError(Problem("foreign-parameter", what, fix=fix))
         self._stored = {id(p): where.of(names[id(p)], p) for p in parameters}
         pairs = {stored.fqn: stored.slices for stored in self._stored.values()}
         boxes = [(stored.fqn, full_box(stored.shape)) for stored in self._stored.values() if stored.shape]

@@ -6,6 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch import nn
 
 from parallelize import (
     Checkpointer,
@@ -144,6 +145,36 @@ def test_fewer_tokens_are_loaded_from_the_meta_device(folder, source):
     saved = llama(67).state_dict()
     for weights in planned_on_meta(61, run):
         check(weights, saved, llama(61).state_dict())
+
+
+class Positions(nn.Module):
+    """A model that says nothing of its embeddings."""
+
+    def __init__(self, tokens, length):
+        super().__init__()
+        self.positions = nn.Embedding(length, 6)
+        self.tokens = nn.Embedding(tokens, 6)
+        self.head = nn.Linear(6, tokens)
+
+
+@pytest.mark.parametrize(("tokens", "length", "is_read"), [(9, 4, True), (7, 5, False), (9, 5, False)])
+def test_the_vocabulary_is_that_of_the_head(tmp_path, tokens, length, is_read):
+    def run(rank):
+        saved, own = Positions(7, 4), Positions(tokens, length)
+        with Checkpointer(tmp_path, saved, mesh=build_mesh("cpu", dp=1)) as checkpoints:
+            checkpoints.save(1)
+        if is_read:
+            load_checkpoint(tmp_path, own, resize_vocabulary=True)
+            assert torch.equal(own.head.bias[:7], saved.head.bias)
+            assert torch.equal(own.tokens.weight[:7], saved.tokens.weight)
+            return
+        with refused(CheckpointError, "wrong-shape", "positions"):
+            load_checkpoint(tmp_path, own, resize_vocabulary=True)
+        with pytest.raises(CheckpointError) as error:
+            load_checkpoint(tmp_path, own)
+        assert ("resize_vocabulary" in str(error.value)) == (tokens != 7)
+
+    run_ranks(1, run)
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "dp2-zero3"])

@@ -103,7 +103,14 @@ def test_a_loss_of_a_step_is_a_sum(axes):
         counted = parallelize_model(copy.deepcopy(MODEL), mesh, count=lambda labels: 1, **options)
         counted.step(input_ids=IDS, targets=LABELS)
         alone = parallelize_model(copy.deepcopy(MODEL), build_mesh("cpu", tp=2), loss=options["loss"])
-        alone.step(input_ids=IDS, targets=LABELS)  # one part: a sum of one mean
+        with pytest.raises((ModelError, PipelineError), match="loss-no-sum"):  # divided once more, by 60 or so
+            alone.step(input_ids=IDS, targets=LABELS)
+        nested = parallelize_model(copy.deepcopy(MODEL), mesh, **options)
+        with pytest.raises((ModelError, PipelineError), match="no-count"):
+            nested.step(input_ids=IDS, targets={"labels": LABELS})
+        by_count = parallelize_model(copy.deepcopy(MODEL), mesh, count=lambda labels: labels.numel(), **options)
+        with pytest.raises((ModelError, PipelineError), match="what `count` returns"):
+            by_count.step(input_ids=IDS, targets=LABELS)
 
     run_ranks(2, body)
 

@@ -192,6 +192,16 @@ def test_functions_of_pytorch_for_states_of_every_rank_are_refused():
     assert on_ranks(tiny_model("llama"), "tp4", Shampoo, run, **OWN) == [True] * 4
 
 
+def test_parameters_of_others_are_refused():
+    def run(parallel, optimizer):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 5))]})
+        with refused(ModelError, "foreign-parameter", "[3, 5]"):
+            optimizer.step()
+        return True
+
+    assert on_ranks(tiny_model("llama"), "tp4", Shampoo, run, **OWN) == [True] * 4
+
+
 def test_a_model_whose_parameters_every_rank_has_is_stepped_as_before():
     def body(rank):
         parallel = parallelize_model(nn.Linear(3, 2), build_mesh("cpu", dp=1))

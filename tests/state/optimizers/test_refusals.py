@@ -61,6 +61,11 @@ def test_what_an_optimizer_needs_is_said_once():
             build_optimizer(model, Shampoo, elementwise=True, by_parameter=True)
         with refused(ModelError, "not-elementwise", "LBFGS"):
             build_optimizer(model, torch.optim.LBFGS, by_parameter=True)
+        for cls in (torch.optim.Adafactor, torch.optim.Muon):
+            with refused(ModelError, "not-elementwise", "needs full parameters"):
+                build_optimizer(model, cls, elementwise=True)
+        with refused(ModelError, "no-optimizer-class", "AdamW", "lr="):
+            build_optimizer(model, torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adafactor, Shampoo])

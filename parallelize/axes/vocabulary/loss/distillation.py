@@ -205,6 +205,10 @@ def counted_tokens(rows: TokenRows, targets: T | None, ignore_index: int, token_
     compare_targets(rows.vocabulary, {"targets": targets, "token_weight": token_weight})
     ignored = None
     if targets is not None:
+        if targets.dtype == torch.bool:
+            what = "targets are a mask, and each of its positions would count"
+            fix = f"targets are ids, {ignore_index} where a position does not count; a mask: token_weight=mask"
+            raise ShapeError(Problem("bad-targets", what, fix=fix))
         if tuple(targets.shape) != rows.lead or targets.is_floating_point():
             what = f"targets {list(targets.shape)} ({targets.dtype}) for logits of tokens {list(rows.lead)}"
             raise ShapeError(Problem("bad-targets", what, fix="one integer per token"))

@@ -160,9 +160,15 @@ def working_dtype(x: T) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def temperature_scaled(z: T, temperature: float) -> T:
-    """z / temperature, in float32 at least: a quotient in half precision would be rounded before the softmax."""
-    return z.to(working_dtype(z)) / temperature
+def temperature_scaled(z: T, temperature: float | T) -> T:
+    """z / temperature, in float32 at least: a quotient in half precision would be rounded before the softmax.
+
+    Shapes: z [..., V]; temperature one number, or one for each row [...].
+    """
+    z = z.to(working_dtype(z))
+    if isinstance(temperature, T):
+        temperature = temperature.to(z.dtype).unsqueeze(-1)
+    return z / temperature
 
 
 def lowest_of(dtype: torch.dtype) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from parallelize.axes.vocabulary.generation.transformers_generate import (
 from parallelize.axes.vocabulary.generation.virtual_tokens import VirtualTokens, virtual_tokens
 from parallelize.axes.vocabulary.logits.forms import shard_of
 from parallelize.axes.vocabulary.sampling.candidates import Candidates
-from parallelize.axes.vocabulary.sampling.draw import SamplingOptions, draw
+from parallelize.axes.vocabulary.sampling.draw import SamplingOptions, draw, log_probs_of
 from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.ops.random.counter import Key, key
 from parallelize.ops.vocabulary.class_targets import check_ids
@@ -33,6 +33,46 @@ from parallelize.plan.models.wrapped_models import forward_signature
 from parallelize.state.records import inside_adapters
 
 T = torch.Tensor
+
+
+@overload
+def generate(
+    model: nn.Module,
+    input_ids: T,
+    *,
+    attention_mask: T | None = None,
+    max_new_tokens: int,
+    temperature: float | T = 1.0,
+    top_k: int = 0,
+    top_p: float | T = 1.0,
+    min_p: float | T = 0.0,
+    seed: int = 0,
+    rows: T | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    cuda_graph: bool | None = None,
+    output_log_probs: Literal[False] = False,
+) -> T: ...
+
+
+@overload
+def generate(
+    model: nn.Module,
+    input_ids: T,
+    *,
+    attention_mask: T | None = None,
+    max_new_tokens: int,
+    temperature: float | T = 1.0,
+    top_k: int = 0,
+    top_p: float | T = 1.0,
+    min_p: float | T = 0.0,
+    seed: int = 0,
+    rows: T | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    cuda_graph: bool | None = None,
+    output_log_probs: Literal[True],
+) -> tuple[T, T]: ...
 
 
 @torch.no_grad()
@@ -51,7 +91,8 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     cuda_graph: bool | None = None,
-) -> T:
+    output_log_probs: bool = False,
+) -> T | tuple[T, T]:
     """Continue prompts with a causal model of `transformers`, with or without a plan, by `parallelize.sample`.
 
     Intended for plans applied with `loss_parallel=True`: no rank stores logits of the full vocabulary. All ranks of tp
@@ -69,14 +110,19 @@ def generate(
         cuda_graph: whether a forward of one token is captured and replayed. None: on a GPU, for 16 new tokens or more,
             if the model and its cache allow it (docs/vocabulary.md). True: as None for any number, with an error where
             it is not.
+        output_log_probs: also return the log-probability of each new token, of the logits that it was drawn from.
 
-    Returns: [B, S + n], prompts and new tokens, where n <= max_new_tokens is the number of the longest row.
+    Returns: [B, S + n], prompts and new tokens, where n <= max_new_tokens is the number of the longest row. With
+        `output_log_probs` a pair of it and [B, n], in at least float32: log softmax(logits / temperature) of each new
+        token, over the whole vocabulary (filters change what is drawn, and not this number), and 0 after the end of a
+        row. Rows with temperature 0 are not divided.
     Raises: before the first forward, ModelError `training-mode`, `no-cache`, `cut-model`, `generate-over-ep`;
         ShapeError `bad-prompts`, `bad-mask`, `right-padding`, `bad-option`, `too-long`, `id-out-of-range`. After it,
         ModelError `no-cuda-graph`.
-    Cost: one forward of S tokens, then one forward per new token, and the communication of one `sample` per token. Gloo
-        ranks of one host sum through shared memory meanwhile (see `through_shared_memory`); a plain cache grows in
-        place. A CUDA graph costs three more forwards, and memory for two caches while its own is made.
+    Cost: one forward of S tokens, then one forward per new token, and the communication of one `sample` per token; with
+        `output_log_probs` also an all-gather of 4 values per row and token over the tp group. Gloo ranks of one host
+        sum through shared memory meanwhile (see `through_shared_memory`); a plain cache grows in place. A CUDA graph
+        costs three more forwards, and memory for two caches while its own is made.
     """
     parameters = _check_model(model)
     _check_prompts(input_ids, attention_mask)
@@ -91,6 +137,7 @@ def generate(
     extra_inputs = _ExtraInputs(input_ids, attention_mask, start + max_new_tokens, parameters, has_table, virtual)
     drawn_tokens = _DrawnTokens(model, extra_inputs, options, seed, cuda_graph)
     ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
+    log_probs: list[T] = []
     stop = start
     with fast_generation(_planned(model)):
         for new in range(max_new_tokens):
@@ -98,12 +145,15 @@ def generate(
                 drawn_tokens.after_prompt(input_ids, max_new_tokens) if new == 0 else drawn_tokens(tokens, stop, new)
             )
             tokens[:, stop] = torch.where(ended, pad, drawn)
+            if output_log_probs:
+                log_probs.append(drawn_tokens.log_probs(drawn).masked_fill_(ended, 0.0))
             stop += 1
             if stops:
                 ended |= torch.isin(drawn, ending)
                 if bool(ended.all()):
                     break
-    return tokens[:, :stop].clone()
+    sequences = tokens[:, :stop].clone()
+    return (sequences, torch.stack(log_probs, 1)) if output_log_probs else sequences
 
 
 class _DrawnTokens:
@@ -121,6 +171,7 @@ class _DrawnTokens:
         self.inner = _planned(model)
         self.seed, self.cuda_graph, self.virtual = seed, cuda_graph, extra_inputs.virtual
         self.cache: Any = None
+        self.candidates: Candidates | None = None  # of the last draw, before any filter
         self.starting: CapturedDecoding | None = None
         self.captured: CapturedDecoding | None = None
 
@@ -143,7 +194,9 @@ class _DrawnTokens:
         """The `new`-th token, after `stop` tokens."""
         ids, inputs = tokens[:, stop - 1 : stop], self.extra_inputs.of_token(stop - 1)
         if self.captured is not None:
-            return self.captured(ids, inputs.get("position_ids"), self._key(new))
+            drawn = self.captured(ids, inputs.get("position_ids"), self._key(new))
+            self.candidates = self.captured.candidates
+            return drawn
         out = self._decode(inputs, ids, self.cache)
         if self.starting is not None:
             expected, _ = shard_of(out.logits[:, -1])
@@ -159,7 +212,13 @@ class _DrawnTokens:
             return _run(self.model, constant, ids, cache, inputs)
 
     def _draw(self, out: Any, new: int) -> T:
-        return draw(Candidates.of(*shard_of(out.logits[:, -1])), self.options, self._key(new))
+        self.candidates = Candidates.of(*shard_of(out.logits[:, -1]))
+        return draw(self.candidates, self.options, self._key(new))
+
+    def log_probs(self, tokens: T) -> T:
+        """Of tokens [B], by the logits of the last call."""
+        assert self.candidates is not None
+        return log_probs_of(self.candidates, tokens, self.options.temperature)
 
     def _key(self, new: int) -> Key:
         return key(self.seed, "sample", new)

@@ -23,6 +23,8 @@ from parallelize.axes.vocabulary.sampling.candidates import (
 from parallelize.axes.vocabulary.sampling.noise import highest_score
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.ops.random.counter import AnyKey, block_size, key
+from parallelize.ops.vocabulary.class_targets import HardTargets, Vocabulary
+from parallelize.ops.vocabulary.softmax import statistics, temperature_scaled, working_dtype
 
 T = torch.Tensor
 _MIN_TEMPERATURE = 1e-30  # any float32 logit divided by it is a finite float64, and far enough above the next one
@@ -139,6 +141,23 @@ def draw(candidates: Candidates, options: SamplingOptions, noise_key: AnyKey) ->
         scores, tokens = _best(candidates.packed(), noise_key, options.rows, noise_scale)
     check_highest(scores)
     return tokens
+
+
+def log_probs_of(candidates: Candidates, tokens: T, temperature: T) -> T:
+    """log softmax(logits / temperature) [B] of one token of each row, as `token_log_probs` gives it.
+
+    Args:
+        candidates: the whole vocabulary.
+        tokens: [B], ids of the full vocabulary.
+        temperature: a scalar or [B]; rows with 0 are not divided.
+
+    Returns: in float32 at least, the same on every rank.
+    Cost: one all-gather of 4 values per row.
+    """
+    z = temperature_scaled(candidates.logits, torch.where(temperature == 0.0, 1.0, temperature))
+    vocabulary = Vocabulary(candidates.full, candidates.group)
+    targets = HardTargets(tokens, vocabulary, 0.0, None, working_dtype(z))
+    return statistics(z, targets, candidates.group).losses.neg_()
 
 
 def _best(candidates: Candidates, noise_key: AnyKey, rows: T, noise_scale: T | None) -> tuple[T, T]:

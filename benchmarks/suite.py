@@ -127,6 +127,8 @@ RUNS = (
     Run("fused_loss", "fused_loss", "--tokens 512 --rounds 2"),
     Run("distillation", "distillation", "--tokens 512 --rounds 2"),
     Run("generate", "generate", "--batch 1 --rounds 3", "--rounds 15", 2),
+    Run("generation_log_probs", "generation_log_probs", "--rows 8 --new 16"),
+    Run("generation_log_probs_tp2", "generation_log_probs", "--rows 8 --new 16", "", 2),
     Run("step_check_tp", "step_check", "--axis tp --rounds 8", "--axis tp", 2),
     Run("step_check_dp", "step_check", "--axis dp --rounds 8", "--axis dp", 2),
     Run("watch_cost", "watch_cost", "--rounds 2", "", 2),

@@ -221,6 +221,17 @@ def test_generation_gives_the_same_tokens_in_every_variant(tmp_path):
 
 
 @pytest.mark.sweep
+def test_log_probs_of_generation_are_near_those_of_training(tmp_path):
+    out = tmp_path / "out.json"
+    done = two_ranks("benchmarks.generation_log_probs", "--rows", "4", "--new", "6", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    for row in json.loads(out.read_text())["result"]["rows"]:
+        distances = row["distances"]
+        assert distances["the same forward again"]["equal"] == 1.0
+        assert 0 < distances["decoding"]["largest"] < {"float32": 1e-4, "bfloat16": 0.5}[row["dtype"]]
+
+
+@pytest.mark.sweep
 def test_a_quantized_base_takes_a_quarter_of_the_bytes(tmp_path):
     out = tmp_path / "out.json"
     small = ("--hidden", "128", "--layers", "1", "--tokens", "8", "--rounds", "2")

@@ -244,3 +244,60 @@ def generated_by_chance(side: Side) -> None:
         side.model, **_prompts(side, True), max_new_tokens=3, top_p=0.9, seed=4, rows=rows, eos_token_id=[]
     )
     side.record("ids", side.whole(ids))
+
+
+# -- reinforcement learning ------------------------------------------------------------------------------------------
+
+
+def _clipped(log_probs: T, stored: dict[str, T]) -> T:
+    """The sum of a policy's clipped gains; 0 where the old log-probabilities and the advantages are."""
+    ratio = (log_probs - stored["old"]).exp()
+    return -torch.minimum(ratio * stored["gain"], ratio.clamp(0.8, 1.2) * stored["gain"]).sum()
+
+
+def _policy_loss(side: Side) -> Any:
+    def loss(output: Any, stored: dict[str, T]) -> T:
+        logits, ids = logits_of(output), stored["targets"]
+        return _clipped(_plain(logits, ids)[0] if side.alone else token_log_probs(logits, ids), stored)
+
+    return loss
+
+
+def _answers(side: Side, seed: int) -> tuple[T, dict[str, T]]:
+    """Two answers to each prompt, and what a step needs of them: the group's normalized rewards, and the
+    log-probabilities by which they were drawn."""
+    prompts = side.kind.batch(0)[0]["input_ids"][0::2, :6].repeat_interleave(2, 0)
+    rows = side.local(torch.arange(ROWS))
+    ids, log_probs = parallelize.generate(
+        side.model,
+        side.local(prompts),
+        max_new_tokens=2,
+        temperature=1.0,
+        seed=seed,
+        rows=rows,
+        eos_token_id=[],
+        output_log_probs=True,
+    )
+    side.record("ids", side.whole(ids))
+    side.record("log-probabilities", side.whole(log_probs))
+    groups = (ids[:, 6:] % 7).double().sum(1).view(-1, 2)
+    normalized = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 0.1)
+    old, gain = (torch.zeros(ids.shape, dtype=torch.float64) for _ in range(2))
+    old[:, 5:7], gain[:, 5:7] = log_probs, normalized.view(-1, 1) + 0.3  # else the first loss would be 0
+    targets = torch.full_like(ids, IGNORED)
+    targets[:, 5:7] = ids[:, 6:]
+    return ids, {"targets": targets, "old": old, "gain": gain}
+
+
+@feature(needs=GENERATES, without={"recurrent"}, overrides=CONTEXT_MATTERS, refused=NO_CACHE)
+def answers_that_train(side: Side) -> None:
+    """One model generates, and trains on its answers with a clipped ratio, twice on each."""
+    side.place(loss=_policy_loss(side), count=lambda stored: (stored["targets"] != IGNORED).sum())
+    for seed in range(2):
+        side.model.eval()
+        ids, stored = _answers(side, seed)
+        side.model.train()
+        for _ in range(2):
+            side.step(input_ids=ids, targets=stored, attention_mask=None, position_ids=None)
+            side.update()
+    side.step(input_ids=ids, targets=stored, attention_mask=None, position_ids=None)

@@ -96,6 +96,16 @@ def test_a_planned_model(graphs):
     assert Again.made == 4
 
 
+@pytest.mark.parametrize("draws", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
+def test_log_probs_are_of_each_replay_s_logits(graphs, draws):
+    model = lively_model("llama")
+    tokens, expected = ours(model, max_new_tokens=14, cuda_graph=False, output_log_probs=True, **draws)
+    graphs()
+    actual, log_probs = ours(model, max_new_tokens=14, output_log_probs=True, **draws)
+    assert Again.made == 3 and torch.equal(actual, tokens)
+    torch.testing.assert_close(log_probs, expected, rtol=1e-6, atol=1e-6)  # attention's mask is another
+
+
 @pytest.mark.parametrize("replay", [0, 1])
 def test_a_graph_that_gives_other_logits_gives_no_token(graphs, replay):
     """The first replay and the second are compared before their tokens are used: here they would be token 5."""

@@ -101,11 +101,11 @@ BY_STEP = {
 }
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("where", BY_STEP)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_old_log_probs_of_a_forward_have_the_bits_of_the_step(where, dtype):
-    """`forward` of a planned model in `train()`, before and after it has generated, and the forward of `step`: the
-    ratio of the first step is exactly 1."""
+def test_old_log_probs_of_a_forward_have_the_bits_of_the_step(where, dtype, padded):
+    """`forward` of a planned model that has generated, and the forward of `step`: the first ratio is exactly 1."""
     sizes, options = BY_STEP[where]
     ranks = sizes.get("dp", 1) * sizes.get("tp", 1)
     models = [lively_model("llama", dtype) for _ in range(ranks)]
@@ -126,15 +126,21 @@ def test_old_log_probs_of_a_forward_have_the_bits_of_the_step(where, dtype):
             **options,
         )
         policy.module.eval()
-        ids = generate(policy.module, torch.full((4, 3), 5), max_new_tokens=9, seed=1, eos_token_id=[])
+        mask = torch.ones(4, 3, dtype=torch.long)
+        mask[1, 0] = mask[3, :2] = 0 if padded else 1
+        prompts = {"input_ids": torch.full((4, 3), 5) * mask, "attention_mask": mask}
+        ids = generate(policy.module, **prompts, max_new_tokens=9, seed=1, eos_token_id=[])
         policy.module.train()
-        targets = next_tokens(ids)
+        targets, inputs = next_tokens(ids), {"input_ids": ids}
+        if padded:
+            mask = torch.nn.functional.pad(mask, (0, 9), value=1)
+            inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
         with torch.no_grad():
-            outputs = policy.forward(input_ids=ids)
+            outputs = policy.forward(**inputs)
             old = [
                 token_log_probs(output.logits, wanted) for output, wanted in zip(outputs, targets.chunk(2), strict=True)
             ]
-        loss_of_step = policy.step(input_ids=ids, targets={"targets": targets, "old": torch.cat(old)})
+        loss_of_step = policy.step(**inputs, targets={"targets": targets, "old": torch.cat(old)})
         return old, float(loss_of_step)
 
     for rank, (old, total) in enumerate(run_ranks(ranks, body)):

@@ -223,7 +223,7 @@ def test_generation_gives_the_same_tokens_in_every_variant(tmp_path):
 @pytest.mark.sweep
 def test_log_probs_of_generation_are_near_those_of_training(tmp_path):
     out = tmp_path / "out.json"
-    done = two_ranks("benchmarks.generation_log_probs", "--rows", "4", "--new", "6", "--json", str(out))
+    done = two_ranks("benchmarks.generation_log_probs", "--rows", "4", "--new", "20", "--json", str(out))
     assert done.returncode == 0, done.stderr
     for row in json.loads(out.read_text())["result"]["rows"]:
         distances = row["distances"]

@@ -78,7 +78,7 @@ def run_cell(feature_name: str, kind_name: str, axis_name: str, pool: Any = None
         return Verdict(REFUSED, NO_REFERENCE)  # such as a mean over no targets
     ranks, failure = ranks_of(feature, kind_name, kind, axis, pool)
     verdict = judge(feature, kind, ranks, failure, expected, bounds)
-    if verdict.word == WRONG and "+" in feature_name and not bounds:
+    if verdict.word == WRONG and not bounds:
         return judge(feature, kind, ranks, failure, expected, _of_one_ulp(feature, kind_name, axis.deep, expected))
     return verdict
 
@@ -180,8 +180,8 @@ _MOST = 1e-9
 
 
 def _of_one_ulp(feature: Feature, kind_name: str, deep: bool, expected: Records) -> dict[str, float]:
-    """Group of records -> the largest error that is allowed where rows together make rounding larger, as steps do that
-    divide small gradients of adapters by their own size: four times what the reference changes by where each of its
+    """Group of records -> the largest error that is allowed where a loop makes rounding larger, as steps do that divide
+    small gradients by their own size: four times what the reference changes by where each of its
     weights is moved by one unit in the last place."""
     models = copy.deepcopy(models_of(feature, kind_name, deep))
     generator = torch.Generator().manual_seed(3)

@@ -80,11 +80,14 @@ def one_row(inputs: dict[str, T], targets: T, number: int = 0) -> Batch:
 
 
 def _batch_without_targets(side: Side) -> None:
-    """Its loss is NaN, as PyTorch's mean of nothing, and it adds nothing to the gradients."""
+    """Its loss is NaN, as PyTorch's mean of nothing, and it adds nothing to the gradients. On one process it is left
+    out: a sum that is divided by nothing has gradients of NaN there, if the sum is a product with a mask."""
     side.step(0)
-    side.step(0, targets=side.local(torch.full_like(side.kind.batch(0)[1], IGNORED)))
-    loss = side.records.pop(list(side.records)[-1])
-    side.record("no loss", float(side.alone or loss.isnan()))
+    loss = torch.tensor(torch.nan)
+    if not side.alone:
+        side.step(0, targets=side.local(torch.full_like(side.kind.batch(0)[1], IGNORED)))
+        loss = side.records.pop(list(side.records)[-1])
+    side.record("no loss", float(loss.isnan()))
 
 
 change("rows_without_targets", batch=one_row, needs={"text"})

@@ -70,13 +70,15 @@ def test_a_model_without_targets(mesh, options):
 
 
 def test_a_loss_that_is_no_sum():
-    def mean():
-        return tower(loss=lambda output, targets: F.cross_entropy(output.flatten(0, 1), targets.flatten()))
+    def mean(weight=0.5):
+        return tower(loss=lambda output, targets: weight * F.cross_entropy(output.flatten(0, 1), targets.flatten()))
 
     result = assert_verified(mean, RULES, "tp=2")
     assert any("several microbatches" in text for text in result.unseen)
     with pytest.raises(ModelError, match="loss-no-sum"):
         verify(mean, RULES, "dp=2")
+    stock = lambda: tower(loss=lambda output, targets: F.cross_entropy(output.flatten(0, 1), targets.flatten()))  # noqa: E731
+    assert "loss-no-sum" in difference_of(verify(stock, RULES, mesh="tp=2"))  # which a step refuses
 
 
 def test_small_differences_have_no_kind(monkeypatch):

@@ -97,7 +97,7 @@ def measured(dtype: torch.dtype, tp: int, rows: int, new: int) -> dict[str, Any]
         "dtype": str(dtype).removeprefix("torch."),
         "mean log-probability": float(expected.mean()),
         "entropy": float(entropy),
-        "distances": {name: distance(found, expected) for name, found in others.items()},
+        "distances": {name: distance(log_probs, expected) for name, log_probs in others.items()},
     }
 
 

@@ -79,5 +79,7 @@ def resized_vocabulary(
         return ResizedVocabulary(*rows[chosen]) if chosen in rows else None
     tables = [inner for inner in module.modules() if isinstance(inner, nn.Embedding)]
     of_heads = {sizes for inner, sizes in rows.items() if isinstance(inner, nn.Linear)}
-    found = [rows[table] for table in tables if table in rows and (rows[table] in of_heads or len(tables) == 1)]
-    return ResizedVocabulary(*found[0]) if found else None
+    sizes_of_tables = [
+        rows[table] for table in tables if table in rows and (rows[table] in of_heads or len(tables) == 1)
+    ]
+    return ResizedVocabulary(*sizes_of_tables[0]) if sizes_of_tables else None

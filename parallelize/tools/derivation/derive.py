@@ -244,12 +244,12 @@ class _Derivation:
         """Modules that read the width of an input, or compute a real number of what became local, as of a scale; in all
         layers alike."""
         numbers = self.record.numbers
-        found = {
+        patterns = {
             generic(name)
             for name, sizes in draft.local.items()
             if any(has_width(attribute) or (name, attribute) in numbers for attribute in sizes)
         }
-        return frozenset(name for name in draft.local if generic(name) in found)
+        return frozenset(name for name in draft.local if generic(name) in patterns)
 
     def _by_tensor(self, draft: Draft, modules: frozenset[str]) -> Draft:
         """The draft in which these modules, which then need a rule, know sizes in full too."""

@@ -104,8 +104,8 @@ def _joined(func: Callable, args: tuple, kwargs: dict) -> T:
 
 def same_layout(vocabulary: Any, other: Any) -> bool:
     """Whether two vocabularies have the same shards, also where their groups are of two equal meshes."""
-    mine, others = vocabulary.group, other.group
-    same_ranks = mine.size == others.size and (mine.size == 1 or mine.ranks == others.ranks)
+    group, other_group = vocabulary.group, other.group
+    same_ranks = group.size == other_group.size and (group.size == 1 or group.ranks == other_group.ranks)
     return vocabulary.full == other.full and same_ranks
 
 

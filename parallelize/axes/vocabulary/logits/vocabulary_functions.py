@@ -106,7 +106,7 @@ def _dims(dim: Any, ndim: int) -> tuple[int, ...]:
     """The dims that a reduction is over; None or none are all."""
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return tuple(range(ndim))
-    return tuple(one % ndim for one in (dim if isinstance(dim, (tuple, list)) else (dim,)))
+    return tuple(axis % ndim for axis in (dim if isinstance(dim, (tuple, list)) else (dim,)))
 
 
 def _gather(func: Callable, args: tuple, kwargs: dict) -> T:

@@ -228,9 +228,9 @@ def counted_tokens(rows: TokenRows, targets: T | None, ignore_index: int, token_
 
 
 def compare_targets(vocabulary: Vocabulary, named: dict[str, Any]) -> None:
-    given = {name: value for name, value in named.items() if value is not None}
-    if vocabulary.targets is not None and given:
-        vocabulary.targets.compare("targets", given, torch.is_grad_enabled())
+    compared = {name: value for name, value in named.items() if value is not None}
+    if vocabulary.targets is not None and compared:
+        vocabulary.targets.compare("targets", compared, torch.is_grad_enabled())
 
 
 def _compare_over_teacher(student: TokenRows, teacher: TokenRows, targets: T | None) -> None:

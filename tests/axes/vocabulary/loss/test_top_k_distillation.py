@@ -66,9 +66,9 @@ def test_the_loss_of_the_classes(tp, vocab, dtype, entries, kind, tail, form):
     leaves = {name: exact[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")}
     student, (_, teacher) = F.linear(*leaves.values()), both(exact)
     ids = teacher[..., :entries].topk(K).indices
-    mine, theirs = (log_classes(x, ids, tail, 0.7, entries) for x in (student, teacher))
+    student_classes, teacher_classes = (log_classes(x, ids, tail, 0.7, entries) for x in (student, teacher))
     weights = torch.where(targets == -100, 0, token_weight.double())
-    loss = (weights * divergence_of(mine, theirs, kind)).sum() / weights.sum()
+    loss = (weights * divergence_of(student_classes, teacher_classes, kind)).sum() / weights.sum()
     backward(loss)
     expected = {"loss": loss.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
@@ -80,10 +80,12 @@ def test_the_loss_of_the_classes(tp, vocab, dtype, entries, kind, tail, form):
             logits = defer(own["hidden"], Head(weight, bias, Vocabulary(vocab, group), 4), True, (weight,))
         else:
             logits = mark(F.linear(own["hidden"], weight, bias), Vocabulary(vocab, group))
-        found = top_k_log_probs(sharded(both(values)[1], group), K, tail=tail, temperature=0.7, vocab_size=entries)
+        teacher_entries = top_k_log_probs(
+            sharded(both(values)[1], group), K, tail=tail, temperature=0.7, vocab_size=entries
+        )
         loss = top_k_distillation_loss(
             logits,
-            *found,
+            *teacher_entries,
             tail=tail,
             divergence=kind,
             beta=0.3,
@@ -114,8 +116,8 @@ def test_the_entries_are_those_of_torch(tp, vocab):
             group = Group(build_mesh("cpu", tp=tp).get_group())
             return top_k_log_probs(sharded(logits, group), k, temperature=0.6)
 
-        for found, values in run_ranks(tp, body):
-            assert torch.equal(found, ids[..., :k])
+        for entry_ids, values in run_ranks(tp, body):
+            assert torch.equal(entry_ids, ids[..., :k])
             assert torch.allclose(values, expected[..., :k], rtol=1e-6, atol=1e-6)
 
 
@@ -132,9 +134,9 @@ def test_log_probabilities_of_candidates_and_absent_ones(tp):
     def body(rank):
         group = Group(build_mesh("cpu", tp=tp).get_group())
         leaf = local(student, group, -1).requires_grad_()
-        found = candidate_log_probs(mark(leaf * 1, Vocabulary(11, group)), ids, temperature=1.3)
-        backward(found)
-        return found.detach(), leaf.grad
+        log_probs = candidate_log_probs(mark(leaf * 1, Vocabulary(11, group)), ids, temperature=1.3)
+        backward(log_probs)
+        return log_probs.detach(), leaf.grad
 
     results = run_ranks(tp, body)
     assert torch.allclose(results[0][0], expected, rtol=1e-12)
@@ -165,10 +167,10 @@ def test_all_entries_are_the_whole_loss(kind):
     values, _, _ = example(11, 11)
     student, teacher = both(values)
     leaves = [student.clone().requires_grad_() for _ in range(2)]
-    found = top_k_log_probs(teacher, 11)
+    teacher_entries = top_k_log_probs(teacher, 11)
     for tail in (True, False):
         whole = distillation_loss(leaves[0], teacher, divergence=kind)
-        part = top_k_distillation_loss(leaves[1], *found, tail=tail, divergence=kind)
+        part = top_k_distillation_loss(leaves[1], *teacher_entries, tail=tail, divergence=kind)
         (a,), (b,) = torch.autograd.grad(whole, leaves[:1]), torch.autograd.grad(part, leaves[1:])
         assert torch.allclose(whole, part, rtol=1e-9) and torch.allclose(a, b, rtol=1e-8, atol=1e-12)
 
@@ -193,12 +195,12 @@ def test_a_tail_that_was_not_given_is_what_is_left():
     student, teacher = both(values)
     for kind in KINDS:
         ids, with_tail = top_k_log_probs(teacher, 8, tail=True)
-        given, left = (
+        given_rest, computed_rest = (
             top_k_distillation_loss(student, ids, log_probs, divergence=kind, reduction="none")
             for log_probs in (with_tail, with_tail[..., :8])
         )
-        told = with_tail[..., 8].exp() > 1e-3
-        assert told.any() and torch.allclose(given[told], left[told], rtol=1e-2)
+        has_rest = with_tail[..., 8].exp() > 1e-3
+        assert has_rest.any() and torch.allclose(given_rest[has_rest], computed_rest[has_rest], rtol=1e-2)
         sure = torch.tensor([[-1e-9, -20.0]]).bfloat16()
         assert top_k_distillation_loss(student[0, :1], ids[0, :1, :2], sure, divergence=kind).isfinite()
 
@@ -214,8 +216,10 @@ def test_what_is_sent_is_of_k():
     def body(rank):
         group = Group(build_mesh("cpu", tp=2).get_group())
         teacher, leaf = torch.randn(2, 6, 500).unbind(0)
-        found = top_k_log_probs(mark(teacher, Vocabulary(1000, group)), K)
-        top_k_distillation_loss(mark(leaf.clone().requires_grad_() * 1, Vocabulary(1000, group)), *found).backward()
+        teacher_entries = top_k_log_probs(mark(teacher, Vocabulary(1000, group)), K)
+        top_k_distillation_loss(
+            mark(leaf.clone().requires_grad_() * 1, Vocabulary(1000, group)), *teacher_entries
+        ).backward()
 
     with patch.object(Group, "all_gather", counted):
         run_ranks(2, body)

@@ -114,13 +114,13 @@ def plan_of(module: Any, plan: Any, tp: int = 2) -> Plan:
     if isinstance(plan, Mapping) and all(isinstance(style, str) for style in plan.values()):
         rules = tuple(Rule(pattern, parse_style(style, pattern), "plan dict") for pattern, style in plan.items())
         return Plan("dict", rules, source="plan dict", on_unclaimed="replicate")
-    raise PlanError(
-        Problem(
-            "bad-plan",
-            f"a plan cannot be a {type(plan).__name__}",
-            fix="a plan's name, a path, a Plan, a style, a dict of patterns to styles, or None",
-        )
+    what, fix = (
+        f"a plan cannot be a {type(plan).__name__}",
+        "a plan's name, a path, a Plan, a style, a dict of patterns to styles, or None",
     )
+    if isinstance(getattr(plan, "plan", None), Plan):
+        fix = "its plan: `.plan` of what `derive_plan` returns"
+    raise PlanError(Problem("bad-plan", what, fix=fix))
 
 
 def _chosen(module: Any) -> Plan:

@@ -80,6 +80,7 @@ def _add_pairs(commands) -> None:
     pairs.set_defaults(call=_pairs)
     triples = commands.add_parser("triples", help="so many cells of three rows, drawn by a seed")
     triples.add_argument("cells", type=int)
+    triples.add_argument("--seed", type=int, help="another seed draws other cells")
     _add_options(triples, "docs/matrix.md", "pairs")
     triples.set_defaults(call=_triples)
 
@@ -90,10 +91,10 @@ def _pairs(together: int, **options) -> int:
     return _met(list(cover(together)), **options)
 
 
-def _triples(cells: int, **options) -> int:
-    from tests.matrix.pairs import drawn
+def _triples(cells: int, seed: int | None, **options) -> int:
+    from tests.matrix.pairs import SEED, drawn
 
-    return _met(drawn(3, cells), **options)
+    return _met(drawn(3, cells, SEED if seed is None else seed), **options)
 
 
 def _met(cells: list, journal: Path | None, record: bool, **options) -> int:

@@ -24,7 +24,7 @@ from tests.matrix.pools import pool_of
 from tests.matrix.verdicts import Cell
 
 JOURNAL = OF_THE_TABLE.with_name("pairs.jsonl")
-_SEED = 7
+SEED = 7
 _ON_PROCESSES = 10  # one of so many cells of two or four ranks has ranks that are processes
 Place = tuple[str, str]
 
@@ -67,7 +67,7 @@ def cover(size: int = 2) -> Iterator[Cell]:
     left: dict[str, set[str]] = {name: set() for name in rows()}
     for first, second in pairs():
         left[first].add(second)
-    draw, used = random.Random(_SEED), Counter()
+    draw, used = random.Random(SEED), Counter()
     for first, second in pairs():
         if second in left[first]:
             names = _joined((first, second), size, left, draw)
@@ -76,9 +76,9 @@ def cover(size: int = 2) -> Iterator[Cell]:
             yield ("+".join(names), *_place(names, draw, used))
 
 
-def drawn(size: int, number: int) -> list[Cell]:
+def drawn(size: int, number: int, seed: int = SEED) -> list[Cell]:
     """So many cells of this many rows, drawn by a seed: the longer list begins with the shorter one."""
-    draw, used, cells = random.Random(_SEED), Counter(), []
+    draw, used, cells = random.Random(seed), Counter(), []
     left = {name: set(partners(name)) for name in rows()}
     while len(cells) < number:
         names = _joined(draw.choice(pairs()), size, left, draw)

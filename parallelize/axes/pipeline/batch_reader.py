@@ -30,6 +30,7 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.ops.vocabulary.cross_entropy import mean_over
 from parallelize.plan.models.label_loss import label_loss
+from parallelize.plan.models.output_logits import logits_of
 from parallelize.plan.models.tiny_copy import own_class
 from parallelize.plan.models.wrapped_models import forward_signature, num_prompt_logits, stock_model
 from parallelize.state.guards.rank_means import is_mean
@@ -400,5 +401,4 @@ def _ids_like(targets: Any, inputs: Any) -> T | None:
 
 def token_loss(output: Any, targets: T) -> T:
     """The default loss of a step: the sum over tokens, of logits or of an output that has them."""
-    logits = output if isinstance(output, torch.Tensor) else output.logits
-    return cross_entropy(logits, targets, reduction="sum")
+    return cross_entropy(logits_of(output), targets, reduction="sum")

@@ -136,21 +136,22 @@ def with_local_width(x: Any, width: InputWidth) -> Any:
     return local
 
 
-def _full(value: Any) -> Any:
+def full_value(value: Any) -> Any:
+    """The full tensor of one that answers a local width; anything else itself."""
     return value.full if type(value) is LocalWidth else value
 
 
 def _with_full_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(type(value) is LocalWidth for value in (*args, *kwargs.values())):
-        return tuple(map(_full, args)), {name: _full(value) for name, value in kwargs.items()}
+        return tuple(map(full_value, args)), {name: full_value(value) for name, value in kwargs.items()}
     return None
 
 
 def _with_full_output(_: nn.Module, __: Any, output: Any) -> Any:
     if type(output) is LocalWidth:
-        return _full(output)
+        return full_value(output)
     if type(output) in (tuple, list) and any(type(value) is LocalWidth for value in output):
-        return type(output)(map(_full, output))
+        return type(output)(map(full_value, output))
     return None
 
 

@@ -114,6 +114,14 @@ class PreparedTargets:
         return total if reduction == "sum" else mean_over(total, self.divisor if count is None else count)
 
 
+def check_positions(targets: T, lead: tuple[int, ...], vocabulary: int) -> None:
+    """Raise ShapeError `bad-targets` where ids are not at the positions of logits [*lead, vocabulary]."""
+    if tuple(targets.shape) != lead:
+        what = f"targets {list(targets.shape)} for logits {[*lead, vocabulary]}"
+        fix = "one id at each position of the logits, and a forward that returns those of all positions"
+        raise ShapeError(Problem("bad-targets", what, fix=fix))
+
+
 def check_reduction(reduction: str) -> None:
     """Raises: ShapeError `bad-reduction`."""
     if reduction not in ("mean", "sum", "none"):
@@ -159,8 +167,7 @@ def prepare_targets(
         shard = soft_shard(targets, lead, vocabulary)
         flat = shard.reshape(prod(lead), shard.shape[-1])
         return PreparedTargets(SoftTargets(flat, vocabulary, label_smoothing, weight, dtype), None, len(flat), lead)
-    if tuple(targets.shape) != lead:
-        raise ShapeError(Problem("bad-targets", f"targets {list(targets.shape)} for logits {[*lead, full]}"))
+    check_positions(targets, lead, full)
     ids = targets.reshape(-1).long()
     ignored = ids == ignore_index
     ids = ids.masked_fill(ignored, 0)

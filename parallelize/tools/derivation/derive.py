@@ -37,7 +37,7 @@ from parallelize.tools.derivation.patterns import leaves_something, names_of
 from parallelize.tools.derivation.plan_text import Heading, Sections, has_width, plan_text
 from parallelize.tools.derivation.proof import Proof, provable, prove, prove_in_evaluation
 from parallelize.tools.derivation.region_search import ProposedRegion, find_regions
-from parallelize.tools.derivation.small_model import check_subject, explained, small_model
+from parallelize.tools.derivation.small_model import check_subject, explained, in_dtype_of, small_model
 
 log = logging.getLogger("parallelize")
 
@@ -83,7 +83,8 @@ def derive_plan(
         model: a config or its folder, a model type of `transformers`, a published size, `package.module:function`, a
             module, or a function that returns one. A config is scaled down and keeps its structure; other models are
             run as they are.
-        example_inputs: keyword arguments of the forward, or positional ones. None: by the model's main input.
+        example_inputs: keyword arguments of the forward, or positional ones, in any floating dtype: a copy of the model
+            in float32 is run. None: by the model's main input.
         overrides: fields of the config, or keyword arguments of the function.
         tp: the number of ranks of the proof, at least 2.
         verified: whether the plan is proven. False says so in the file.
@@ -104,7 +105,7 @@ def derive_plan(
         torch.manual_seed(0)
         source, subject = small_model(source_of(model, overrides), tp)
         check_subject(subject)
-        inputs = inputs_of(source, subject) if example_inputs is None else example_inputs
+        inputs = inputs_of(source, subject) if example_inputs is None else in_dtype_of(subject, example_inputs)
         with explained(subject, inputs):
             source = provable(source, subject, inputs)
             tell("recording one forward")

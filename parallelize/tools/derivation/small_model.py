@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from parallelize.base.errors import ModelError, ParallelizeError, Problem
+from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.dims.trace import record_forward
 from parallelize.plan.models.example_inputs import has_sounds, images_and_sounds_in_text, inputs_of, sounds_in_text
 from parallelize.plan.models.image_inputs import has_images
@@ -162,8 +163,21 @@ def check_subject(model: nn.Module) -> None:
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu"}
     if devices:
         what = f"{type(model).__name__} is on the device {min(devices)}, and its forward is run on the CPU"
-        fix = "give its config, or a function that returns the model on the CPU"
+        fix = (
+            "derive it from the model on the CPU, into a file that is the plan then: `parallelize plans derive "
+            "package.module:function -o my.yaml`; or give its config"
+        )
         raise ModelError(Problem("untraceable-model", what, fix=fix))
+
+
+def in_dtype_of(model: nn.Module, inputs: Any) -> Any:
+    """The inputs, with floating tensors in the dtype of the model's parameters, as it is run here."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return inputs if dtype is None else private.tree_map(cast, inputs)
 
 
 def _first_line(error: Exception | None) -> str:

@@ -23,13 +23,14 @@ from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.model_facts import describe
 from parallelize.plan.models.model_source import copy_of
 from parallelize.plan.models.nested_tensors import floating_in
+from parallelize.plan.models.output_logits import logits_of
 from parallelize.plan.resolve import resolve
 from parallelize.state.stage_values import stored_like, unsharded
 from parallelize.tools.verification.compare import Errors, ReferenceValues, compare_named
 from parallelize.tools.verification.configuration import Comparison, Configuration, Mode
 from parallelize.tools.verification.module_trace import ModuleTrace, ModuleTracer, local_copy
 from parallelize.tools.verification.precision import computing_in, widen_recompute
-from parallelize.tools.verification.reference import LEARNING_RATE, InputGradients, logits_of
+from parallelize.tools.verification.reference import LEARNING_RATE, InputGradients
 from parallelize.tools.verification.relations import error_of
 from parallelize.tools.verification.user_errors import summary
 from parallelize.training.apply_axes import parallelize_model

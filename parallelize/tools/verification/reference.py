@@ -13,8 +13,10 @@ from torch import nn
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.ops.vocabulary.cross_entropy import check_positions
 from parallelize.plan.models.model_source import ModelSource, copy_of
 from parallelize.plan.models.nested_tensors import floating_in
+from parallelize.plan.models.output_logits import logits_of
 from parallelize.plan.models.transformers_models import fix_of_type
 from parallelize.state.randomness.dropout.install import install_draws
 from parallelize.state.randomness.dropout.position import Position
@@ -124,15 +126,13 @@ def loss_divisor(configuration: Configuration) -> T:
     return (configuration.targets != IGNORED).sum()
 
 
-def logits_of(output: Any) -> T:
-    return output if isinstance(output, torch.Tensor) else output.logits
-
-
 def stock_loss(configuration: Configuration, output: Any, targets: Any) -> T:
     """The sum over tokens: the model's own loss, or PyTorch's cross entropy."""
     if configuration.loss is not None:
         return configuration.loss(output, targets)
     logits = logits_of(output)
+    if not targets.is_floating_point():
+        check_positions(targets, tuple(logits.shape[:-1]), logits.shape[-1])
     flat = logits.reshape(-1, logits.shape[-1])
     return F.cross_entropy(flat, targets.reshape(-1), reduction="sum", ignore_index=IGNORED)
 

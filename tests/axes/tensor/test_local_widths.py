@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize import ShapeError, build_mesh, full_gradients, parallelize_module
+from parallelize import ShapeError, build_mesh, full_gradients, lint, parallelize_module
 from parallelize.axes.tensor.local_inputs import LocalWidth, with_local_width
+from parallelize.plan.models.model_source import ModelSource
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.styles.contract import InputWidth
 from tests.support.parity import worst
@@ -96,6 +97,12 @@ def test_outputs_and_gradients_are_those_of_the_unsharded_model(tp):
         assert copy.deepcopy(model)(IDS).shape == expected.shape
 
     run_ranks(tp, body)
+
+
+def test_lint_sees_full_inputs_of_modules_inside():
+    """The norm gets all features: its gradient needs no sum."""
+    source = ModelSource("Net", lambda _: Net())
+    assert not [x.problem for x in lint(source, parse_plan(TEXT), "tp=2")]
 
 
 HALF = InputWidth("x", 6, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from parallelize import (
     parallelize_module,
     shard_info,
 )
+from parallelize.plan.schema import Plan
 from tests.support.refused import RULES, WIDTH, Block, refused, small_mesh
 
 HIDDEN = torch.randn(2, 3, WIDTH)
@@ -163,6 +165,12 @@ def test_a_plan_that_is_no_plan(plan, kind):
         refused(PlanError, "bad-plan", f"cannot be a {kind}", "a dict of patterns to styles"),
     ):
         parallelize_module(Block(), mesh, plan)
+
+
+def test_what_derives_a_plan_is_no_plan():
+    derived = SimpleNamespace(plan=Plan("derived", ()))
+    with small_mesh(tp=2) as mesh, refused(PlanError, "bad-plan", "cannot be a SimpleNamespace", "`.plan` of what"):
+        parallelize_module(Block(), mesh, derived)
 
 
 # -- style objects -----------------------------------------------------------------------------------------------------

@@ -194,6 +194,14 @@ def test_positional_inputs():
     assert file_of(derived) == PLANS["TinyGpt"]
 
 
+def test_inputs_have_any_floating_dtype():
+    """The model that runs is a copy in float32."""
+    for dtype in (torch.bfloat16, torch.float64):
+        inputs = {name: value.to(dtype) for name, value in models.patches().items()}
+        derived = derive_plan(models.Mixer().to(dtype), inputs, verified=False)
+        assert file_of(derived) == PLANS["Mixer"]
+
+
 def test_a_plan_that_is_not_proven_says_so():
     derived = derive_plan(models.Mixer(), models.patches(), verified=False)
     assert derived.proof is None and "# not proven (--no-verify)\n" in derived.text

@@ -53,6 +53,10 @@ def linear_head(
 
     Raises: ShapeError `bad-head`.
     """
+    for name, value in (("hidden states", hidden), ("weight", weight), ("bias", bias)):
+        if not isinstance(value, T) and not (name == "bias" and value is None):
+            fix = "tensors: the last hidden states of the model, and `weight` and `bias` of its head"
+            raise ShapeError(Problem("bad-head", f"{name}: a {type(value).__name__}", fix=fix))
     if weight.ndim != 2:
         raise ShapeError(Problem("bad-head", f"a weight of shape {list(weight.shape)}", fix="[V, H]"))
     vocabulary = Vocabulary(weight.shape[0], _group_of(weight))

@@ -6,6 +6,8 @@ already, and the gradient of the student's logits where these exist.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,12 +125,29 @@ def linear_distillation_loss(
     Memory: logits and log-probabilities of one chunk, of both sides; for "mean" and "sum" also the gradients of weight
         and hidden states, from the forward on.
     """
-    student = TokenRows.of_linear(hidden, weight, bias, scale, softcap, chunk)
-    teacher_weight, teacher_bias = teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach()
-    teacher = TokenRows.of_linear(teacher_hidden, teacher_weight, teacher_bias, teacher_scale, teacher_softcap, chunk)
+    with _naming("student"):
+        student = TokenRows.of_linear(hidden, weight, bias, scale, softcap, chunk)
+    with _naming("teacher"):
+        constant, shift = _constant(teacher_weight), _constant(teacher_bias)
+        teacher = TokenRows.of_linear(teacher_hidden, constant, shift, teacher_scale, teacher_softcap, chunk)
     kind = divergence_named(divergence, beta, temperature)
     counted = counted_tokens(student, targets, ignore_index, token_weight)
     return reduced_divergence(student, teacher, kind, counted, vocab_size, mesh, num_tokens, reduction)
+
+
+def _constant(x: Any) -> Any:
+    return x.detach() if isinstance(x, T) else x
+
+
+@contextmanager
+def _naming(side: str) -> Iterator[None]:
+    """Say which head an error is about."""
+    try:
+        yield
+    except ShapeError as error:
+        raise ShapeError(
+            *(replace(problem, what=f"the {side}'s {problem.what}") for problem in error.problems)
+        ) from None
 
 
 def reduced_divergence(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parallelize.axes.tensor.local_inputs import full_value
 from parallelize.axes.vocabulary.logits.sharded_logits import ShardedLogits
 from parallelize.base.errors import MeshError, Problem
 from parallelize.base.mesh import MeshSpec
@@ -116,7 +117,8 @@ def _hooks(model: nn.Module, enter: Callable[..., None], leave: Callable[..., No
 
 
 def _tensors(value: Any) -> list[T]:
-    return [leaf for leaf in private.tree_leaves(value) if isinstance(leaf, T)]
+    """In full, also those that answer a local width to the code of the module that they are passed in."""
+    return [full_value(leaf) for leaf in private.tree_leaves(value) if isinstance(leaf, T)]
 
 
 def _shapes(tensors: list[T]) -> tuple[Shape, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from parallelize import HandshakeError, ModelError, ShapeError, build_mesh, distillation_loss, linear_distillation_loss
@@ -17,6 +18,7 @@ from parallelize.comm.handshake import InputCheck
 from parallelize.ops.vocabulary.class_targets import Vocabulary
 from tests.support.memory import peak_bytes
 from tests.support.parity import worst
+from tests.support.refused import refused
 from tests.support.threads import run_ranks
 
 LEAD, HIDDEN, TEACHER_HIDDEN = (3, 5), 7, 9
@@ -407,6 +409,19 @@ def test_refusals():
     teacher /= 2
     with pytest.raises(ModelError, match="teacher-changed"):
         loss.backward()
+
+
+def test_the_head_that_does_not_fit_is_named():
+    hidden, weight = torch.randn(3, 4), torch.randn(11, 4)
+    calls = {
+        "the student's hidden [3, 4]": lambda: linear_distillation_loss(hidden, weight[:, :3], hidden, weight),
+        "the teacher's hidden [3, 4]": lambda: linear_distillation_loss(hidden, weight, hidden, weight[:, :3]),
+        "the student's weight: a Linear": lambda: linear_distillation_loss(hidden, nn.Linear(4, 11), hidden, weight),
+        "the teacher's hidden states: a tuple": lambda: linear_distillation_loss(hidden, weight, (hidden,), weight),
+    }
+    for text, call in calls.items():
+        with refused(ShapeError, "bad-head", text):
+            call()
 
 
 def test_ranks_that_gather_a_teacher_must_have_the_same_tokens():

@@ -20,6 +20,7 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.attribute_paths import is_settings, mapped_integers
 from parallelize.plan.dims.boundaries import Boundaries, boundaries_of
 from parallelize.plan.dims.factors import leaves, new_dim, size_of
+from parallelize.plan.dims.meta_calls import called
 from parallelize.plan.dims.operations import apply_rule
 from parallelize.plan.dims.record import HiddenCall, Ratio, Record, SizeRead
 from parallelize.plan.models.nested_tensors import tensors_in
@@ -96,7 +97,7 @@ def _recorder(record: Record, end: float | None) -> Any:
             raise TimeoutError("the forward takes too long to be recorded")
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return _scalar_on_meta(args[0])
-        out = call()
+        out = called(func, args, kwargs, call)
         apply_rule(record, func, args, kwargs, out)
         return out
 

@@ -20,7 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.base.errors import ModelError, PlanError, Problem
+from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.adapters import makes_prefixes
+from parallelize.plan.dims.meta_calls import without_values
 from parallelize.plan.dims.plan_check import PlanTrace, trace_plan
 from parallelize.plan.models.example_inputs import inputs_of
 from parallelize.plan.models.float8_linears import as_plain_linears
@@ -125,6 +127,6 @@ def trace_copy(
     if inputs is None:
         with torch.device("meta"):
             inputs = inputs_of(source_of(model), model)
-    inputs = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    inputs = private.tree_map(without_values, dict(inputs))
     with forwards_on_meta(model):
         return trace_plan(model, inputs, resolved, end)

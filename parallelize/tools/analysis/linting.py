@@ -17,6 +17,7 @@ from parallelize.axes.tensor.planned_forward import FIX_SHAPES
 from parallelize.base.errors import ParallelizeError, Problem
 from parallelize.base.mesh import MeshSpec
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.plan.dims.meta_calls import without_values
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.models.miniature.rates import disable_dropout
 from parallelize.plan.models.model_source import source_of
@@ -255,7 +256,7 @@ def built(subject: Subject, setting: Setting, attention: str = "") -> tuple[Any,
     drop_represented(model, classes)
     with torch.device("meta"):
         inputs = subject.source.inputs(model, BATCH, -(-SEQUENCE // tp) * tp)
-    return model, private.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, inputs)
+    return model, private.tree_map(without_values, inputs)
 
 
 def _failed(forwards: _Forwards) -> Problem:

@@ -38,7 +38,7 @@ def test_logits_are_found(output):
         ({"hidden": LOGITS}, "a dict of hidden"),
         (SimpleNamespace(last_hidden_state=LOGITS), "a SimpleNamespace"),
     ],
-    ids=str,
+    ids=["none", "nothing", "a loss first", "integers", "other names", "other attributes"],
 )
 def test_an_output_without_logits_is_named(output, text):
     with refused(ModelError, "no-logits", text, "`loss` of your own"):

@@ -15,11 +15,13 @@ from torch import nn
 from parallelize.base.errors import MeshError, ModelError, ParallelizeError, PlanError
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.models.model_source import ModelSource, read_model
+from parallelize.tools.analysis.automatic_trace import trace_copy
 from parallelize.tools.analysis.cost.machine import known_machines, load_machine
 from parallelize.tools.analysis.cost.memory import memory_of
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.explain import changes, explain, explain_subject
 from parallelize.tools.analysis.fit import fit, meshes
+from parallelize.tools.analysis.linting import lint
 from parallelize.tools.analysis.measure import model_flops
 from parallelize.tools.analysis.subject import Subject
 from tests.support.models import tiny_model
@@ -389,3 +391,28 @@ def test_offloaded_state_is_not_on_the_device():
         for offload in (False, True)
     )
     assert stored.optimizer == 3 * offloaded.optimizer > 0 and stored.parameters == offloaded.parameters
+
+
+class MakesConstants(nn.Module):
+    """A forward that says no device for what it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frequencies = torch.exp(-torch.arange(16.0) / 3)
+        width = int(torch.tensor([8.0, 16.0]).max())  # whose values are read
+        return self.down(self.up(x * frequencies[:width]).relu())
+
+
+def test_constants_and_inputs_on_the_cpu_meet_a_model_without_values():
+    inputs = {"x": torch.randn(2, 4, 16), "targets": torch.randn(2, 4, 16)}
+    extras = {"inputs": lambda batch, length: dict(inputs), "loss": lambda out, y: (out - y).square().sum()}
+    source = ModelSource("MakesConstants", lambda _: MakesConstants(), extras={**extras, "count": lambda y: y.numel()})
+    plan = {"up": "colwise", "down": "rowwise"}
+    messages = explain(source, plan, "tp=2").ranks[0].messages
+    assert {(line.op, line.module) for line in messages if line.phase == "forward"} == {("all_reduce", "down")}
+    assert not lint(source, plan, "tp=2")
+    resolved = Subject(source, plan).resolved(Setting(MeshSpec(tp=2)))
+    assert trace_copy(MakesConstants(), resolved, inputs={"x": inputs["x"]}).followed

@@ -34,6 +34,7 @@ from parallelize.base.errors import ModelError, ParallelizeError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.mesh_view import MeshView
 from parallelize.ops.experts.routes import AssumedRouting
+from parallelize.plan.dims.meta_calls import without_values
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
@@ -180,6 +181,7 @@ def _run(
     """
     with torch.device("meta"):
         inputs = batch.make(model, NUM_MICROBATCHES * batch.size)
+    inputs = private.tree_map(without_values, inputs)
     targets, context = inputs.pop("targets", None), context_of(model)
     call = BatchForm(model, dict.fromkeys([*inputs, "targets"], False)).step_batch((), inputs)
     if context is not None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,6 +23,7 @@ from parallelize.base.mesh import MeshSpec
 from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.ops.library import KERNELS, NAMESPACE
+from parallelize.plan.dims.meta_calls import called
 from parallelize.tools.analysis.record.trace_data import LOSS, OUTSIDE, Kernel, Message
 
 T = torch.Tensor
@@ -113,9 +115,9 @@ class Tracer(private.DispatchMode):
             return self._collective(func, args)
         if func.namespace == NAMESPACE:
             return self._library_op(func, args)
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return self._scalar(args[0])
-        output = func(*args, **kwargs)
+        output = called(func, args, kwargs, partial(func, *args, **kwargs))
         if func.overloadpacket is torch.ops.aten.all:
             self._last_all = private.storage_address(output)
         unit = self._unit()

@@ -155,7 +155,7 @@ def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
         cuts = Cuts(region.layers, carry=(region.argument,) if region.argument else ())
     cuts = cuts or Cuts()
     if cuts.layers == LONGEST_LIST:
-        cuts = replace(cuts, layers=region.layers if region is not None else _longest_list(model))
+        cuts = replace(cuts, layers=region.layers if region is not None else longest_list(model))
     if not _children(cuts.layers, model):
         lists = {name.rpartition(".")[0] for name in model.modules if name.rpartition(".")[2].isdigit()}
         fix = did_you_mean(cuts.layers, lists) if lists else "name the list of layers"
@@ -168,9 +168,12 @@ def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
     return with_prompts(cuts, model, _children(cuts.layers, model)[-1])
 
 
-def _longest_list(model: ModelFacts) -> str:
+def longest_list(model: ModelFacts) -> str:
     """The name of the module with the most numbered children; of a model without, of the dict with the most modules of
-    one class."""
+    one class.
+
+    Raises: PlanError `no-layers`.
+    """
     lists: dict[str, int] = {}
     for name in model.modules:
         parent, _, last = name.rpartition(".")

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.adapters import BASE, prompt_encoders
 from parallelize.state.records import Cut, applied, mark_applied
+
+T = torch.Tensor
 
 
 class AbsentParameters:
@@ -32,6 +35,7 @@ class AbsentParameters:
 
     def __init__(self, module: nn.Module, cut: Cut):
         self.parameters: list[tuple[nn.Module, str, tuple[int, ...], torch.dtype]] = []
+        self.names: list[str] = []
         facts = cut.facts
         embeddings = (f"{name}.embedding" for name in prompt_encoders(facts))  # their wrapper asks for its device
         units = [
@@ -46,17 +50,47 @@ class AbsentParameters:
                 dtype = getattr(torch, facts.parameters[facts.parameter_fqns[f"{name}.{key}"]].dtype)
                 if dtype.is_floating_point:
                     self.parameters.append((module.get_submodule(name), key, shape, dtype))
+                    self.names.append(f"{name}.{key}")
 
     @contextmanager
-    def shown(self, device: torch.device) -> Iterator[None]:
-        """Within it, attributes of the modules are these tensors, on `device`."""
-        for owner, key, shape, dtype in self.parameters:
-            owner.__dict__[key] = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+    def shown(self, device: torch.device, is_watched: bool) -> Iterator[list[str]]:
+        """Within it, attributes of the modules are these tensors, on `device`.
+
+        is_watched: note the names of those that the forward computes with, in the list that is yielded.
+        """
+        names: list[str] = []
+        for (owner, key, shape, dtype), name in zip(self.parameters, self.names, strict=True):
+            nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+            owner.__dict__[key] = _AbsentParameter.of(nan, name, names) if is_watched else nan
         try:
-            yield
+            yield names
         finally:
             for owner, key, _, _ in self.parameters:
                 owner.__dict__.pop(key, None)
+
+
+class _AbsentParameter(T):
+    """A parameter of another stage, which says so where a forward does more than ask for its dtype, device or shape.
+    What is computed from it is a plain tensor."""
+
+    fqn: str
+    names: list[str]
+
+    @classmethod
+    def of(cls, value: T, fqn: str, names: list[str]) -> _AbsentParameter:
+        watched = value.as_subclass(cls)
+        watched.fqn, watched.names = fqn, names
+        return watched
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with private.plain_functions():
+            out = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, T) for leaf in private.tree_leaves(out)):
+            for leaf in private.tree_leaves((args, kwargs)):
+                if isinstance(leaf, cls) and leaf.fqn not in leaf.names:
+                    leaf.names.append(leaf.fqn)
+        return out
 
 
 def drop_parameters(module: nn.Module) -> None:

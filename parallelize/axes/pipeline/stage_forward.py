@@ -145,7 +145,7 @@ class StageRunner:
         try:
             receive_router_sums(self.module, content.get("router"))
             torch.set_grad_enabled(now.grad and first == 0)  # code before the first unit runs on NaN
-            with self.absent.shown(self.device):
+            with self.absent.shown(self.device, is_watched=make_header) as read:
                 result = self.module(*args, **kwargs)
             if not now.entered and stage:
                 raise self._order(first, "is never called")
@@ -154,8 +154,8 @@ class StageRunner:
             outcome = Outcome(output=result, header=StageHeader(Nested((), None)))
             if now.end is not None:
                 outcome = self._package(stage, now.end, now)
-            if make_header and stage:
-                self._check_for_nan(stage, content, outcome)
+            if make_header and (stage or read):
+                self._check_for_nan(stage, (args, kwargs, content), outcome, read)
             return outcome
         finally:
             self.current = None
@@ -261,9 +261,10 @@ class StageRunner:
             return self.region.resume(leaf, length)
         return leaf.view_as(leaf)
 
-    def _check_for_nan(self, stage: int, content: dict[str, Any], outcome: Outcome) -> None:
+    def _check_for_nan(self, stage: int, inputs: Any, outcome: Outcome, read: list[str]) -> None:
+        """inputs: of the stage. read: parameters of other stages that its forward has computed with."""
         output = [leaf for leaf in private.tree_leaves(outcome.output) if isinstance(leaf, torch.Tensor)]
-        if _has_nan(outcome.tensors or output) and not _has_nan(private.tree_leaves(content)):
+        if _has_nan(outcome.tensors or output) and not _has_nan(private.tree_leaves(inputs)):
             unit = self.units[self.cut.stages.bounds(stage)[0]]
             what = (
                 f"stage {stage} computes NaN: its forward uses more outputs of absent modules than the arguments of "
@@ -273,6 +274,9 @@ class StageRunner:
                 "split elsewhere, name the argument under `carry:`, or the module under `skips:` of the plan's "
                 "`pipeline:`"
             )
+            if read and not stage:
+                what = f"stage 0 computes NaN: its forward reads {', '.join(read)} of another stage"
+                fix = "modules are on stages in their order; name those that run first under `pipeline: {first: [...]}`"
             raise ModelError(Problem("absent-module-used", what, self.cut.stages.cuts.where, fix=fix))
 
     def _compare(self, now: _RunningForward, unit: str, call: dict[int | str, Any]) -> None:

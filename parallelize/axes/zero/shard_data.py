@@ -14,7 +14,9 @@ Source: ZeRO, arXiv:1910.02054.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,7 +42,7 @@ from parallelize.axes.zero.reducer import BUCKET_BYTES, BatchNormSync, ReducedPa
 from parallelize.axes.zero.replicas import compare_data_ranks
 from parallelize.axes.zero.router_loss import share_router_loss
 from parallelize.axes.zero.stock_loss import count_over_data_ranks
-from parallelize.base.errors import MeshError, ModelError, Problem, short_list
+from parallelize.base.errors import MeshError, ModelError, PlanError, Problem, short_list
 from parallelize.base.mesh import DATA_AXES, MeshSpec
 from parallelize.base.patches.active import refuse_other_copy
 from parallelize.comm.handshake import agree_on
@@ -48,8 +50,10 @@ from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.local_rows import check_batch_parts
 from parallelize.plan.models.wrapped_models import require_module
+from parallelize.plan.pattern import matches
 from parallelize.plan.resolve import for_model, zero_units
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.stages import longest_list
 from parallelize.state.guards.guard_table import REDUCED, RESOLVED, SHARDED, Guarded, set_up
 from parallelize.state.guards.resizing import serve_resizing
 from parallelize.state.loop.clip import serve_several_meshes
@@ -57,6 +61,8 @@ from parallelize.state.records import applied, facts_of, mark_applied, record_of
 from parallelize.state.sharding import join_tied_slots
 from parallelize.state.step_results import as_instance
 from parallelize.state.written_versions import follow_data_assignments
+
+log = logging.getLogger("parallelize")
 
 STAGES = (0, 1, 2, 3)
 
@@ -188,6 +194,8 @@ def apply_data_axes(module: nn.Module, mesh: MeshView, resolved: ResolvedPlan, o
 
 def _shard_parameters(module: nn.Module, mesh: MeshView, options: DataOptions, resolved: ResolvedPlan) -> None:
     """ZeRO 3."""
+    if not resolved.zero_units:
+        _warn_of_one_unit(module)
     if options.dtype is not None and not options.low_precision:  # `fully_shard` is only told a dtype of compute
         cast_parameters(module.modules(), options.dtype)
     engine = apply_fsdp(module, mesh, options, resolved)
@@ -196,6 +204,20 @@ def _shard_parameters(module: nn.Module, mesh: MeshView, options: DataOptions, r
     shards: list[OptimizerShard] = []
     added_parameters = _manage_later_adapters(module, mesh, options, engine, shards)
     mark_applied(module, data=DataRecord(3, mesh, engine, shards, compute=compute, added_parameters=added_parameters))
+
+
+def _warn_of_one_unit(module: nn.Module) -> None:
+    """Say that the model is one unit, if it has layers that could be gathered one after another."""
+    facts = facts_of(module)
+    with suppress(PlanError):
+        layers = longest_list(facts)
+        pattern = f"{layers}.*" if layers else "*"
+        if sum(matches(pattern, name) for name in facts.modules) > 1:
+            text = (
+                "ZeRO 3 gathers all parameters of %s at once: no plan names its layers. shard_data(..., units=[%r]) or "
+                "`zero: {units: [%r]}` in a plan gathers them one after another"
+            )
+            log.warning(text, type(module).__name__, pattern, pattern)
 
 
 def _manage_later_adapters(

@@ -36,7 +36,7 @@ from parallelize.tools.derivation.gathered_linears import (
 from parallelize.tools.derivation.patterns import leaves_something, names_of
 from parallelize.tools.derivation.plan_text import Heading, Sections, has_width, plan_text
 from parallelize.tools.derivation.proof import Proof, provable, prove, prove_in_evaluation
-from parallelize.tools.derivation.region_search import ProposedRegion, find_regions
+from parallelize.tools.derivation.region_search import ProposedRegion, find_regions, layer_lists
 from parallelize.tools.derivation.small_model import check_subject, explained, in_dtype_of, small_model
 
 log = logging.getLogger("parallelize")
@@ -285,7 +285,8 @@ class _Derivation:
 
     def _derived(self, draft: Draft, proof: Proof | None) -> Derived:
         whole = {**draft.whole, **other_matrices(self.analysis, self.model, draft.styles)}
-        draft = replace(draft, whole=with_advice(self.model, whole))
+        lists = [] if draft.regions else layer_lists(self.record, self.model)
+        draft = replace(draft, whole=with_advice(self.model, whole), layers=lists[0] if len(lists) == 1 else "")
         text = _text(self.source, self.model, draft, str(proof or "not proven (--no-verify)"), self.allow)
         return Derived(self._plan(text), text, draft.whole, _share(self.model, draft), proof, self.model)
 
@@ -350,6 +351,7 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
         default=draft.default,
         gathered=draft.gathered,
         by_tensor=draft.by_tensor,
+        layers=draft.layers,
     )
     return plan_text(
         Heading(about, model_type, "" if model_type else type(model).__name__, base), sections, names_of(model)

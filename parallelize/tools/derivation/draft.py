@@ -52,6 +52,7 @@ class Draft:
         regions: the sections for sequence parallelism.
         gathered: of linears whose output is gathered, why no pair takes them.
         by_tensor: modules whose forwards need what is local in full too.
+        layers: the list of layers, where no region names it.
     """
 
     default: str = "replicate"
@@ -63,6 +64,7 @@ class Draft:
     gathered: dict[str, str] = field(default_factory=dict)
     below: list[str] = field(default_factory=list)
     by_tensor: frozenset[str] = frozenset()
+    layers: str = ""
 
 
 class Drafting:

@@ -43,7 +43,8 @@ class Heading:
 @dataclass(frozen=True)
 class Sections:
     """The content of a plan file, by names of modules. `whole`: why linears are not sharded. `gathered`: or not in a
-    pair. `by_tensor`: modules whose code needs what is local in full too."""
+    pair. `by_tensor`: modules whose code needs what is local in full too. `layers`: the list that stages, ZeRO and
+    recompute divide, where no region names it."""
 
     styles: Mapping[str, str]
     sizes: Mapping[str, str | int]
@@ -55,6 +56,7 @@ class Sections:
     default: str = "replicate"
     gathered: Mapping[str, str] = field(default_factory=dict)
     by_tensor: frozenset[str] = frozenset()
+    layers: str = ""
 
 
 def plan_text(heading: Heading, sections: Sections, names: Sequence[str]) -> str:
@@ -75,6 +77,8 @@ def plan_text(heading: Heading, sections: Sections, names: Sequence[str]) -> str
         lines += ["sequence_parallel:", *(f"  - {region}" for region in regions)]
     else:
         lines += [f"sequence_parallel: {region}" for region in regions]
+    if sections.layers:
+        lines.append(f"pipeline: {_mapping({'layers': sections.layers})}")
     lines.append("tensor_parallel:")
     lines += _rules(sections, names)
     lines += _local(sections, names)

@@ -122,7 +122,7 @@ def provable(source: ModelSource, model: nn.Module, example: Mapping[str, Any] |
         return source
     inputs = dict(zip(_argument_names(model), example, strict=False)) if isinstance(example, tuple) else dict(example)
     with torch.no_grad():
-        logits = _logits(model, model(**inputs))
+        logits = _logits(model, inputs, model(**inputs))
     targets = torch.zeros(1) if logits is None else _possible_targets(logits)
     extras: dict[str, Any] = {"inputs": lambda batch, length: {**inputs, "targets": targets}}
     if logits is None:
@@ -130,13 +130,26 @@ def provable(source: ModelSource, model: nn.Module, example: Mapping[str, Any] |
     return replace(source, extras=extras)
 
 
-def _logits(model: nn.Module, output: Any) -> torch.Tensor | None:
-    """Of a language model: [batch, length, vocabulary]."""
+def _logits(model: nn.Module, inputs: Mapping[str, Any], output: Any) -> torch.Tensor | None:
+    """Of a language model: [batch, length, vocabulary], a score of each token at each position."""
+    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    if isinstance(output, tuple) and output and len(list(floating_in(output))) == 1:  # as in `(logits, None)`
+        logits = output[0]
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
+        return None
+    return logits if logits.shape[-1] == _vocabulary(model, inputs, logits.shape[:2]) else None
+
+
+def _vocabulary(model: nn.Module, inputs: Mapping[str, Any], positions: torch.Size) -> int | None:
+    """By the config; of other models the rows of the largest table, where they are called with ids at these
+    positions."""
     config: Any = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
-    logits, vocabulary = getattr(output, "logits", None), getattr(config, "vocab_size", None)
-    is_language = isinstance(logits, torch.Tensor) and logits.ndim == 3 and logits.shape[-1] == vocabulary
-    return logits if is_language and isinstance(logits, torch.Tensor) else None
+    if getattr(config, "vocab_size", None) is not None:
+        return int(config.vocab_size)
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    ids = [x for x in inputs.values() if isinstance(x, torch.Tensor) and not x.is_floating_point()]
+    return max(tables, default=None) if any(x.shape == positions for x in ids) else None
 
 
 def _possible_targets(logits: torch.Tensor) -> torch.Tensor:

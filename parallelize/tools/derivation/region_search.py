@@ -47,14 +47,23 @@ def find_regions(record: Record, model: nn.Module, styles: Mapping[str, str]) ->
     modules = dict(model.named_modules())
     names = [
         name
-        for name, module in modules.items()
-        if isinstance(module, nn.ModuleList)
-        and _is_chain(name, module, calls)
-        and not any(f"{name}.{index}" in styles for index in range(len(module)))  # a linear converts its own input
+        for name, module in _chains(modules, calls)
+        if not any(f"{name}.{index}" in styles for index in range(len(module)))  # a linear converts its own input
     ]
     order = {name: index for index, name in enumerate(calls)}
     outer = sorted(_outermost(names), key=lambda name: order[f"{name}.0"])
     return [_proposed(name, record, modules, calls, styles) for name in outer]
+
+
+def layer_lists(record: Record, model: nn.Module) -> list[str]:
+    """The names of the lists of layers: the outermost ones, each of whose modules goes on from the one before it."""
+    calls = {call.module: call for call in record.calls}
+    return _outermost([name for name, _ in _chains(dict(model.named_modules()), calls)])
+
+
+def _chains(modules: Mapping[str, nn.Module], calls: Mapping[str, HiddenCall]) -> list[tuple[str, nn.ModuleList]]:
+    lists = [(name, module) for name, module in modules.items() if isinstance(module, nn.ModuleList)]
+    return [(name, module) for name, module in lists if _is_chain(name, module, calls)]
 
 
 def _outermost(lists: list[str]) -> list[str]:

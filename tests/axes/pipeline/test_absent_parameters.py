@@ -8,8 +8,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from parallelize import build_mesh, full_gradients, parallelize_model
+from parallelize import Cuts, PipelineError, build_mesh, full_gradients, parallelize_model
 from tests.support.models import shipped_source, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
@@ -39,6 +40,43 @@ def test_the_loss_and_gradients_of_stages_are_those_of_one_process(family):
     assert {name for own in gradients for name in own} == expected.keys()
     for own in gradients:
         assert worst(own, {name: expected[name] for name in own})[0] < 1e-12
+
+
+class TableLast(nn.Module):
+    """Its table of positions comes last in the model, and is read first, by a slice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.position = nn.Embedding(16, 8)
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.position.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.head(x)
+
+
+def test_a_first_stage_that_reads_a_parameter_of_the_last_is_refused_by_its_name():
+    model, ids, targets = TableLast().double(), torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
+    F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+
+    def body(rank):
+        mesh, options = build_mesh("cpu", pp=2), {"num_microbatches": 2}
+        parallel = parallelize_model(copy.deepcopy(model), mesh, **options)
+        with pytest.raises(PipelineError) as error:
+            parallel.step(ids, targets=targets)
+        cuts = Cuts("blocks", first=("embed", "position"), last=("head",))
+        parallel = parallelize_model(copy.deepcopy(model), mesh, cuts=cuts, **options)
+        parallel.module.zero_grad()
+        parallel.step(ids, targets=targets)
+        return str(error.value), worst(full_gradients(parallel.module), expected)[0]
+
+    for text, error in run_ranks(2, body):
+        assert "absent-module-used" in text and "reads position.weight of another stage" in text
+        assert error < 1e-12
 
 
 def test_a_stage_is_printed():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallelize import ModelError, build_mesh, load_plan, parallelize_model, shard_data
@@ -73,3 +75,15 @@ def test_a_module_in_no_unit_is_called_by_the_model_alone(axes):
             model.model(input_ids=ids)
 
     run_ranks(4 if "tp" in axes else 2, body)
+
+
+@pytest.mark.parametrize("num_layers", [0, 3])
+def test_a_model_whose_layers_nothing_names_is_said_to_be_one_unit(num_layers, caplog):
+    model = nn.Module()
+    model.first, model.layers = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(num_layers))
+    with fake_mesh(MeshSpec(dp=2)) as mesh:
+        shard_data(copy.deepcopy(model), mesh, 3)
+        assert ("gathers all parameters of Module at once" in caplog.text) == bool(num_layers)
+        caplog.clear()
+        shard_data(model, mesh, 3, units=["layers.*"] if num_layers else ["first"])
+    assert not caplog.text

@@ -126,5 +126,5 @@ def test_a_block_in_two_places_of_a_list():
 
 def test_the_vocabulary_is_sharded_where_nothing_else_is():
     derived = derive_plan(models.LstmModel(), models.ids())
-    assert rules_of(derived) == {"embed": "embedding", "head": "colwise(output=full)", "**": "replicate"}
+    assert rules_of(derived) == {"embed": "embedding", "head": "colwise(output=vocabulary)", "**": "replicate"}
     assert derived.proof.ok

@@ -16,7 +16,7 @@ schema_version: 1
 classes: {name}
 sizes:
   heads: 4
-tensor_parallel:
+{layers}tensor_parallel:
 {rules}  "**": replicate
 """
 ATTENTION = """\
@@ -45,7 +45,7 @@ tensor_parallel:
     mlp.up: colwise
     mlp.down: rowwise
   transformer.ln_f: sequence
-  lm_head: colwise(output=full)
+  lm_head: colwise(output=vocabulary)
   "**": replicate
 local:
   transformer.h.*.attn: {n_embd: heads, n_head: heads}
@@ -78,10 +78,11 @@ tensor_parallel:
   "**": replicate
 """,
     "TransformerEncoder": TRANSFORMER.format(
-        name="TransformerEncoder", rules="  layers.*:\n" + ATTENTION.format(name="self_attn") + LINEARS
+        name="TransformerEncoder", layers="", rules="  layers.*:\n" + ATTENTION.format(name="self_attn") + LINEARS
     ),
     "TransformerDecoder": TRANSFORMER.format(
         name="TransformerDecoder",
+        layers="pipeline: {layers: layers}\n",
         rules="  layers.*:\n"
         + "".join(ATTENTION.format(name=f"{word}_attn") for word in ("self", "multihead"))
         + LINEARS,

@@ -13,13 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.state.later_changes import plan_changes
 from parallelize.state.layout_tensor.layout_dtensor import with_layout
 from parallelize.state.records import applied
 from parallelize.state.stage_values import StageValues, planned_root, stored_like, unsharded
 
 
-def full_parameter(module: nn.Module, fqn: str, value: Any = None) -> torch.Tensor:
+def full_parameter(module: AnyModel, fqn: str, value: Any = None) -> torch.Tensor:
     """A parameter in its original order and shape, on every rank. A collective over the model's mesh.
 
     With `dtype=` it is the float32 weight that the optimizer steps, as in a checkpoint.
@@ -36,6 +37,7 @@ def full_parameter(module: nn.Module, fqn: str, value: Any = None) -> torch.Tens
     Cost: one all-gather of the parameter's bytes over each axis that shards it; over `pp` a short message, and one
         broadcast.
     """
+    module = module_of(module)
     root = _prepared(module)
     parameter = dict(module.named_parameters(remove_duplicate=False)).get(fqn)
     if value is not None and parameter is not None:
@@ -48,7 +50,7 @@ def full_parameter(module: nn.Module, fqn: str, value: Any = None) -> torch.Tens
     return next(iter(values))[1]
 
 
-def full_state_dict(module: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
+def full_state_dict(module: AnyModel, *, every_rank: bool = False) -> dict[str, Any]:
     """The full state dict on the CPU, in the original order: what the unsharded model's `load_state_dict` takes.
 
     A collective over the model's mesh: call it on every rank. Tensors are unsharded one at a time; tied parameters stay
@@ -64,6 +66,7 @@ def full_state_dict(module: nn.Module, *, every_rank: bool = False) -> dict[str,
     Cost: an all-gather of every sharded tensor's bytes, on every rank, over the axes that shard it; over `pp` a short
         message, and to the stages that return it a broadcast of each tensor.
     """
+    module = module_of(module)
     wanted = every_rank or not dist.is_initialized() or dist.get_rank() == 0
     masters = master_weights(_prepared(module))
     state = {name: masters.get(id(value), value) for name, value in module.state_dict(keep_vars=True).items()}
@@ -75,7 +78,7 @@ def full_state_dict(module: nn.Module, *, every_rank: bool = False) -> dict[str,
     return {name: full[name] for name in values.names} if wanted else {}
 
 
-def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+def full_gradients(module: AnyModel) -> dict[str, torch.Tensor]:
     """Parameter name -> its full gradient on every rank, for every parameter that has one. Tied parameters have one
     name.
 
@@ -89,6 +92,7 @@ def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     Cost: one all-gather of every sharded gradient's bytes over each axis that shards it; over `pp` a short message, and
         a broadcast of each gradient.
     """
+    module = module_of(module)
     _prepared(module)
     gradients = {name: (parameter, parameter.grad) for name, parameter in module.named_parameters()}
     local = {name: stored_like(*both) for name, both in gradients.items() if both[1] is not None}

@@ -18,6 +18,7 @@ from torch import nn
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.model_facts import named_once
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.state.records import applied, mark_applied, record_of
 from parallelize.state.tensor_tables import swappable
 
@@ -41,7 +42,7 @@ def _to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Modul
     return materialize(self, device) if recurse else type(self).to_empty(self, device=device, recurse=False)
 
 
-def materialize(module: nn.Module, device: torch.device | str | int, rebuild: Rebuild | None = None) -> nn.Module:
+def materialize(module: AnyModel, device: torch.device | str | int, rebuild: Rebuild | None = None) -> nn.Module:
     """Allocate a meta model in place: parameters are uninitialized, buffers that no checkpoint stores are rebuilt.
 
     Args:
@@ -53,6 +54,7 @@ def materialize(module: nn.Module, device: torch.device | str | int, rebuild: Re
     Raises: ModelError `unknown-buffers`, which names every buffer without a value, before anything is allocated.
     Cost: no communication.
     """
+    module = module_of(module)
     device = torch.device(device)
     values, unknown = {}, []
     for fqn, owner, key, buffer in _unsaved_buffers(module):

@@ -6,9 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from torch import nn
-
 from parallelize.base.layout import Layout
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
@@ -23,7 +22,7 @@ from parallelize.state.records import (
 )
 
 
-def describe_plan(module: nn.Module) -> str:
+def describe_plan(module: AnyModel) -> str:
     """What was applied to a model, as text: parameters and communication over `tp`, and what was decided over other
     axes.
 
@@ -36,6 +35,7 @@ def describe_plan(module: nn.Module) -> str:
     Returns: lines of text.
     Raises: ModelError `not-parallelized`.
     """
+    module = module_of(module)
     full = resolution_of(module)
     if full is None:
         raise not_parallelized(module)
@@ -161,7 +161,7 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
-def overlap_report(module: nn.Module) -> str:
+def overlap_report(module: AnyModel) -> str:
     """A table of the call sites where collectives overlap with matmuls: the request, calls, overlapped calls, and
     reason; after it what `overlap_microbatches="auto"` has measured.
 
@@ -171,6 +171,7 @@ def overlap_report(module: nn.Module) -> str:
     Returns: the table as text, of the calls on this rank; a sentence where nothing overlaps. No communication.
     Raises: ModelError `not-parallelized`.
     """
+    module = module_of(module)
     overlap = require_record(module).overlap
     call_sites, last = overlap.call_sites, (overlap.microbatches,) if overlap.microbatches else ()
     if not call_sites:
@@ -188,7 +189,7 @@ def overlap_report(module: nn.Module) -> str:
     return "\n".join((*table(("where", "op", "asked", "overlapped", "last choice"), rows), *last))
 
 
-def overlap_counts(module: nn.Module, reset: bool = False) -> dict[str, tuple[int, int]]:
+def overlap_counts(module: AnyModel, reset: bool = False) -> dict[str, tuple[int, int]]:
     """Module name -> (forwards, those that overlapped), for every call site of `overlap_report`.
 
     Args:
@@ -198,6 +199,7 @@ def overlap_counts(module: nn.Module, reset: bool = False) -> dict[str, tuple[in
     Returns: numbers of forwards on this rank, by module name. No communication.
     Raises: ModelError `not-parallelized`.
     """
+    module = module_of(module)
     counts = {}
     for call_site in require_record(module).overlap.call_sites:
         counts[call_site.planned.fqn] = call_site.calls, call_site.overlapped

@@ -15,6 +15,7 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.comm.mesh_view import MeshView
 from parallelize.plan.model_facts import ParameterFacts, named_once
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.state.layout_tensor.layout_dtensor import layout_of
 from parallelize.state.layout_tensor.layout_shard import layout_axis
 from parallelize.state.records import Cut, applied, mesh_of, not_parallelized, pipeline_cut, record_of
@@ -54,7 +55,7 @@ class ShardInfo:
         return sum(any(pair.full == other.full for other in self.slices(rank)) for rank in self.ranks)
 
 
-def shard_info(module: nn.Module) -> dict[str, ShardInfo]:
+def shard_info(module: AnyModel) -> dict[str, ShardInfo]:
     """Parameter name -> how it is stored over `tp` (experts over `ep`), for every parameter of the full model.
 
     Of what those axes do not shard: over the data axis of ZeRO 3, else in full. ZeRO 3 shards the slices of the others
@@ -68,6 +69,7 @@ def shard_info(module: nn.Module) -> dict[str, ShardInfo]:
     Raises: ModelError `not-parallelized`.
     Cost: no communication.
     """
+    module = module_of(module)
     prefix, root = planned_root(module)
     if mesh_of(root) is None and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise not_parallelized(module)

@@ -17,6 +17,7 @@ from parallelize.base.boxes import box_of, volume
 from parallelize.base.layout import Layout, SlicePair, replicated
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.model_facts import named_once
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.state.layout_tensor.layout_shard import layout_axis, local_pairs, local_window
 from parallelize.state.records import pipeline_cut, record_of
 from parallelize.state.sharding import rows_by_name
@@ -124,7 +125,7 @@ def _sharding_axes(parameter: DTensor) -> set[str]:
 # Which parameters of a model are one.
 
 
-def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+def tied_names(module: AnyModel) -> tuple[tuple[str, ...], ...]:
     """The names of each tied parameter of a model: shared by modules, or copied to several pipeline stages.
 
     Args:
@@ -136,6 +137,7 @@ def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
         listed too.
     Cost: no communication.
     """
+    module = module_of(module)
     cut, record = pipeline_cut(module), record_of(module)
     resolved = cut.resolved if cut is not None else record.resolved if record is not None else None
     groups: list[tuple[str, ...]] = []

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from parallelize.axes.context.forward_state import Context, context_of
 from parallelize.axes.context.gathered_modules import gather_tokens
 from parallelize.axes.context.inputs import next_tokens, select_tokens
 from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.plan.models.wrapped_models import module_of
 from parallelize.state.records import inside_adapters
 
 T = torch.Tensor
@@ -81,5 +81,4 @@ def local_targets(context: Context, full: int, targets: Any) -> Any:
 
 
 def _context(model: Any) -> Context | None:
-    module = model if isinstance(model, nn.Module) else model.module
-    return context_of(inside_adapters(module))
+    return context_of(inside_adapters(module_of(model)))

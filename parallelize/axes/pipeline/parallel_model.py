@@ -24,7 +24,8 @@ class NoSuchAttributeError(ModelError, AttributeError):
 
 
 class ParallelModel:
-    """A model on a mesh, with the operations of a training loop.
+    """A model on a mesh, with the operations of a training loop. What takes a planned model (`describe_plan`,
+    `full_state_dict`, `generate`, ...) takes this too.
 
     Args:
         module: this rank's part of the model.
@@ -48,6 +49,8 @@ class ParallelModel:
         own = ", ".join(key for key in vars(ParallelModel) if not key.startswith("_"))
         in_module = hasattr(vars(self).get("module"), name)
         fix = f"parallel.module.{name}: of this rank's part of the model" if in_module else f"one of {own}"
+        if name in ("parameters", "named_parameters"):
+            fix = f"parallel.optimizer(torch.optim.AdamW, lr=...) steps what this rank stores; {fix}"
         raise NoSuchAttributeError(Problem("no-such-attribute", f"a ParallelModel has no {name!r}", fix=fix))
 
     def step(self, *args: Any, targets: Any = None, labels: Any = None, **kwargs: Any) -> T:

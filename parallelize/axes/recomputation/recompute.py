@@ -43,6 +43,7 @@ from parallelize.base.errors import ModelError, PlanError, Problem, did_you_mean
 from parallelize.comm.handshake import agree_on
 from parallelize.comm.mesh_view import MeshView
 from parallelize.ops.replay_cache import in_recompute, remembered, replay_key
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.plan.options import Options
 from parallelize.plan.plan_file import load_plan
 from parallelize.plan.resolve import for_model, recompute_units
@@ -131,7 +132,7 @@ def apply_recompute(model: nn.Module, decide: Callable[[], ResolvedPlan]) -> nn.
     return model
 
 
-def set_recompute(module: nn.Module, on: bool) -> None:
+def set_recompute(module: AnyModel, on: bool) -> None:
     """Switch recompute of a unit, or of all units inside a module, from the next forward on. The same on every rank.
 
     Args:
@@ -141,6 +142,7 @@ def set_recompute(module: nn.Module, on: bool) -> None:
     Raises: ModelError `no-recompute-units`.
     Cost: no communication.
     """
+    module = module_of(module)
     units = [unit for _, unit in recompute_units_in(module)]
     if not units:
         fix = "call recompute(model) first, and set_recompute on a unit or on what contains it"
@@ -149,7 +151,7 @@ def set_recompute(module: nn.Module, on: bool) -> None:
         unit.on = bool(on)
 
 
-def recomputed(model: nn.Module) -> dict[str, str]:
+def recomputed(model: AnyModel) -> dict[str, str]:
     """The recomputed units of a model.
 
     Args:
@@ -157,10 +159,11 @@ def recomputed(model: nn.Module) -> dict[str, str]:
 
     Returns: unit name -> "full", "selective", or "off" if the unit is switched off. No communication.
     """
+    model = module_of(model)
     return {fqn: unit.mode for fqn, unit in recompute_units_in(model)}
 
 
-def recompute_cost(model: nn.Module) -> dict[str, UnitCost]:
+def recompute_cost(model: AnyModel) -> dict[str, UnitCost]:
     """What the recomputed units of a model saved in their most recent forward in training (zeros before the first).
 
     Args:
@@ -169,6 +172,7 @@ def recompute_cost(model: nn.Module) -> dict[str, UnitCost]:
     Returns: unit name -> `UnitCost`: bytes of inputs, numbers and bytes of saved results, numbers of forwards and
         replays. No communication.
     """
+    model = module_of(model)
     return {fqn: unit.cost() for fqn, unit in recompute_units_in(model)}
 
 

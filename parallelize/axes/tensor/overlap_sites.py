@@ -22,6 +22,7 @@ from parallelize.ops.matmul.overlapped_linear import algorithm_of, decide
 from parallelize.plan.adapters import is_adapted
 from parallelize.plan.block_formats import is_conv1d
 from parallelize.plan.model_facts import ModelFacts
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
 from parallelize.state.records import require_record
@@ -250,7 +251,7 @@ class Overlap:
         return call_site
 
 
-def deferred_gradients(module: nn.Module) -> DeferredGradients:
+def deferred_gradients(module: AnyModel) -> DeferredGradients:
     """The object that receives the weight gradients of a model's overlapped linears.
 
     Run backward inside `with deferred.deferring():`, and call `deferred.compute()` later.
@@ -262,6 +263,7 @@ def deferred_gradients(module: nn.Module) -> DeferredGradients:
     Raises: ModelError `not-parallelized`.
     Cost: no communication.
     """
+    module = module_of(module)
     overlap = as_instance(require_record(module).overlap, Overlap)
     assert overlap is not None
     return overlap.deferred

@@ -22,6 +22,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_state_dicts as state_dicts
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.model_facts import named_once
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.state.full_values import reshard_units
 from parallelize.state.later_changes import plan_changes
 from parallelize.state.loop import local_optimizer as offloaded_state
@@ -38,7 +39,7 @@ NEEDS_ALL_PARAMETERS = {"LBFGS": "searches along one vector of all parameters, w
 
 
 def build_optimizer(
-    module: nn.Module,
+    module: AnyModel,
     optimizer: type[Optimizer],
     params: Iterable[Any] | None = None,
     *,
@@ -74,6 +75,7 @@ def build_optimizer(
         stepped. `by_parameter`: building is a collective in which ranks say what they store; a step begins with two
         all-to-alls of shards, values and gradients, to the owners, and ends with one of new values.
     """
+    module = module_of(module)
     if isinstance(optimizer, Optimizer):
         what = f"build_optimizer was given an {type(optimizer).__name__} that is built already"
         fix = "the class and its arguments: build_optimizer(model, torch.optim.AdamW, lr=1e-3)"

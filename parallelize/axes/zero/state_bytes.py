@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.mesh import DATA_AXES, EXPERT_AXES
 from parallelize.comm.mesh_view import MeshView
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.plan.parameter_shards import shards_of, stored_elements
 from parallelize.state.records import pipeline_cut, record_of, resolution_so_far
 
@@ -30,7 +30,7 @@ ADAM_STATE_BYTES = 8
 
 
 def bytes_per_rank(
-    module: nn.Module, zero: int, mesh: DeviceMesh, *, mixed: bool = False, state_bytes: int = ADAM_STATE_BYTES
+    module: AnyModel, zero: int, mesh: DeviceMesh, *, mixed: bool = False, state_bytes: int = ADAM_STATE_BYTES
 ) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on this rank, of a model that was sharded so.
 
@@ -46,6 +46,7 @@ def bytes_per_rank(
     Returns: {"parameters", "gradients", "optimizer"}, in bytes.
     Cost: no communication.
     """
+    module = module_of(module)
     view, cut, record = MeshView.of(mesh), pipeline_cut(module), record_of(module)
     earlier = resolution_so_far(module).with_options(zero=zero)
     resolved = replace(earlier, mesh=earlier.mesh.with_axes(view.spec.only(*DATA_AXES)))

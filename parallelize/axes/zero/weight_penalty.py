@@ -18,6 +18,7 @@ from parallelize.axes.zero.optimizer_shards import OptimizerShard
 from parallelize.axes.zero.shard_data import data_of
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.state.full_values import reshard_units
 from parallelize.state.later_changes import plan_changes
 from parallelize.state.layout_tensor.layout_dtensor import wrap_like
@@ -27,7 +28,7 @@ from parallelize.state.stage_values import planned_root
 Penalty = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
-def add_penalty(module: nn.Module, penalty: Penalty) -> torch.Tensor:
+def add_penalty(module: AnyModel, penalty: Penalty) -> torch.Tensor:
     """Add the gradient of a penalty on weights (L2-SP, EWC, L1) to the gradients of the loss, and return its value.
 
     A collective over the model's mesh: call it on every rank, after `step` (or after a backward of one's own, which
@@ -49,6 +50,7 @@ def add_penalty(module: nn.Module, penalty: Penalty) -> torch.Tensor:
         over `pp`.
     Source: L2-SP, arXiv:1802.01483; EWC, arXiv:1612.00796.
     """
+    module = module_of(module)
     _, root = planned_root(module)
     plan_changes(root)
     reshard_units(root)

@@ -7,7 +7,7 @@ made a subclass of.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -57,6 +57,22 @@ def forward_signature(module: nn.Module) -> inspect.Signature:
 
 # -- checked module --------------------------------------------------------------------------------------------------
 # What is given as a module is one, and not its class or a config.
+
+
+class HasModule(Protocol):
+    """What contains a module: a `ParallelModel`."""
+
+    module: nn.Module
+
+
+AnyModel = nn.Module | HasModule
+
+
+def module_of(model: AnyModel) -> nn.Module:
+    """The module of a `ParallelModel`; a module itself. Raises: ModelError `not-a-module`."""
+    module: Any = model if isinstance(model, (nn.Module, type)) else getattr(model, "module", model)
+    require_module(module)
+    return module
 
 
 def require_module(module: Any) -> None:

@@ -16,6 +16,7 @@ from parallelize.base.errors import GradientError, Problem, short_list
 from parallelize.base.layout import even_interval
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group, first_alike
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.state.layout_tensor.layout_shard import layout_axis
 from parallelize.state.records import Shared, applied, mark_of, mesh_of, pipeline_cut
 from parallelize.state.sharding import shared_of_parameters
@@ -27,7 +28,7 @@ _UNSHARDED: Groups = ()
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    parameters: AnyModel | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -53,7 +54,8 @@ def clip_grad_norm_(
         pipeline stages.
     Source: as `torch.nn.utils.clip_grad_norm_`.
     """
-    source = parameters if isinstance(parameters, nn.Module) else _listed(parameters)
+    model: Any = parameters if isinstance(parameters, nn.Module) or hasattr(parameters, "module") else None
+    source = _listed(parameters) if model is None else module_of(model)
     gradients, total = _norm(source, float(norm_type), error_if_nonfinite)
     if total is None:
         return torch.tensor(0.0)

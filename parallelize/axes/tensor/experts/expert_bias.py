@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from parallelize.axes.tensor.experts.routing_load import RoutingLoad, choices_of, experts_of, routing_load_of
 from parallelize.base.errors import ModelError, Problem
 from parallelize.ops.replay_cache import in_recompute, replay_key
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.state.forward_rows import ForwardRows, call_arguments, forward_rows
 
 T = torch.Tensor
@@ -94,7 +95,7 @@ class ExpertBalance:
 
 
 def balance_experts(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, rate: float = 0.001
+    model: AnyModel, optimizer: torch.optim.Optimizer | None = None, rate: float = 0.001
 ) -> ExpertBalance:
     """Balance the experts of a model whose routers have a bias for the choice, such as DeepSeek V3; nothing else ever
     moves it.
@@ -111,6 +112,7 @@ def balance_experts(
     Raises: ModelError `no-experts`, `no-expert-bias`.
     Cost: one all-reduce of [experts x layers] counts a step.
     """
+    model = module_of(model)
     balance = ExpertBalance(model, rate)
     if optimizer is not None:
         optimizer.register_step_post_hook(lambda *_: balance.update())

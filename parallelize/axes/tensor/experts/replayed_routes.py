@@ -33,6 +33,7 @@ from parallelize.comm.handshake import agree_on, digest
 from parallelize.comm.mesh_view import MeshView
 from parallelize.ops.replay_cache import in_recompute
 from parallelize.plan.model_facts import describe
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.state.forward_rows import BatchPart, ForwardRows, batch_part, call_arguments, forward_rows
 from parallelize.state.records import applied, mark_applied, mesh_of, pipeline_cut
 from parallelize.state.step_results import as_instance
@@ -41,7 +42,7 @@ T = torch.Tensor
 
 
 @contextmanager
-def replay_routes(model: nn.Module, routes: T | RecordedRoutes, *, local: bool = False) -> Iterator[None]:
+def replay_routes(model: AnyModel, routes: T | RecordedRoutes, *, local: bool = False) -> Iterator[None]:
     """Within the block the routers of a mixture choose what `routes` say; the weights of these choices are their own.
 
     Weights are computed from the scores of the running forward, as the stock router would have, had it chosen so;
@@ -68,6 +69,7 @@ def replay_routes(model: nn.Module, routes: T | RecordedRoutes, *, local: bool =
     Cost: handshakes when the block begins, and of a loop of one's own in its first forward; a top-k of each router
         still runs.
     """
+    model = module_of(model)
     if isinstance(routes, RecordedRoutes):
         routes = routes.gather(local)
     mesh = mesh_of(model)
@@ -310,7 +312,7 @@ class RecordedRoutes:
 
 
 @contextmanager
-def record_routes(model: nn.Module) -> Iterator[RecordedRoutes]:
+def record_routes(model: AnyModel) -> Iterator[RecordedRoutes]:
     """Record which experts the routers of a mixture choose within the block, for `replay_routes`.
 
     Args:
@@ -321,6 +323,7 @@ def record_routes(model: nn.Module) -> Iterator[RecordedRoutes]:
     Raises: ModelError `no-experts`; during a forward `routes-with-cache`, ShapeError `unknown-rows`.
     Cost: a copy of [tokens, k] choices for each layer and forward; no message.
     """
+    model = module_of(model)
     routes = RecordedRoutes(model)
     handles = [model.register_forward_pre_hook(routes._begin, with_kwargs=True)]
     for name, module, _ in experts_of(model):

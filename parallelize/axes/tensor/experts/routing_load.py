@@ -17,6 +17,7 @@ from parallelize.base.layout import balanced_interval
 from parallelize.base.mesh import DATA_AXES
 from parallelize.ops.replay_cache import in_recompute
 from parallelize.plan.model_facts import describe
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.state.forward_rows import ForwardRows, call_arguments, forward_rows
 from parallelize.state.records import mesh_of, pipeline_cut, record_of
 
@@ -116,7 +117,7 @@ def routing_load_of(model: nn.Module) -> RoutingLoad:
 
 
 @contextmanager
-def routing_load(model: nn.Module) -> Iterator[RoutingLoad]:
+def routing_load(model: AnyModel) -> Iterator[RoutingLoad]:
     """Count the choices of a mixture's routers within the block.
 
     Args:
@@ -126,6 +127,7 @@ def routing_load(model: nn.Module) -> Iterator[RoutingLoad]:
     Raises: ModelError `no-experts`.
     Cost: a sum over [tokens, k] choices for each layer and forward; no message, and no wait of the host.
     """
+    model = module_of(model)
     experts, load = experts_of(model), routing_load_of(model)
     handles = [
         module.register_forward_pre_hook(partial(_count, load, name, count), with_kwargs=True)
@@ -208,7 +210,7 @@ def _has_counted_experts(model: nn.Module) -> bool:
 
 
 @contextmanager
-def balanced_routing(model: nn.Module) -> Iterator[None]:
+def balanced_routing(model: AnyModel) -> Iterator[None]:
     """Within the block, each expert of a mixture gets as many tokens as any other: choices of routers are replaced.
 
     Token t of a call chooses experts t, t + E/k, t + 2E/k, ... modulo E, with the weights that its router gave to the
@@ -221,6 +223,7 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
     Returns: a context manager.
     Raises: ModelError `no-experts`.
     """
+    model = module_of(model)
     handles = [
         module.register_forward_pre_hook(partial(_replace_choices, count), with_kwargs=True)
         for _, module, count in experts_of(model)

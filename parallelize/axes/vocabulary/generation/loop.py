@@ -29,7 +29,7 @@ from parallelize.axes.vocabulary.sampling.draw import SamplingOptions, draw, log
 from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.ops.random.counter import Key, key
 from parallelize.ops.vocabulary.class_targets import check_ids
-from parallelize.plan.models.wrapped_models import forward_signature
+from parallelize.plan.models.wrapped_models import AnyModel, forward_signature, module_of
 from parallelize.state.records import inside_adapters
 
 T = torch.Tensor
@@ -37,7 +37,7 @@ T = torch.Tensor
 
 @overload
 def generate(
-    model: nn.Module,
+    model: AnyModel,
     input_ids: T,
     *,
     attention_mask: T | None = None,
@@ -57,7 +57,7 @@ def generate(
 
 @overload
 def generate(
-    model: nn.Module,
+    model: AnyModel,
     input_ids: T,
     *,
     attention_mask: T | None = None,
@@ -77,7 +77,7 @@ def generate(
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: AnyModel,
     input_ids: T,
     *,
     attention_mask: T | None = None,
@@ -124,6 +124,7 @@ def generate(
         sum through shared memory meanwhile (see `through_shared_memory`); a plain cache grows in place. A CUDA graph
         costs three more forwards, and memory for two caches while its own is made.
     """
+    model = module_of(model)
     parameters = _check_model(model)
     _check_prompts(input_ids, attention_mask)
     virtual = virtual_tokens(getattr(model, "_orig_mod", model))

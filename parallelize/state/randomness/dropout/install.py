@@ -16,6 +16,7 @@ from parallelize.base.errors import ModelError, Problem, short_list
 from parallelize.base.layout import Layout
 from parallelize.comm.mesh_view import AnyMesh, MeshView
 from parallelize.plan.adapters import is_adapted, layer_name
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
 from parallelize.state.randomness.dropout.call_sites import (
@@ -36,7 +37,7 @@ from parallelize.state.sharding import PlanRecord
 from parallelize.state.step_results import ShardedSequences, as_instance
 
 
-def install_dropout(module: nn.Module, seed: int = 0, mesh: AnyMesh | None = None) -> Clock:
+def install_dropout(module: AnyModel, seed: int = 0, mesh: AnyMesh | None = None) -> Clock:
     """Make `nn.Dropout`, `F.dropout` and attention dropout of a model draw one global mask on any mesh, and its forward
     the same numbers.
 
@@ -60,6 +61,7 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: AnyMesh | None = Non
     Cost: no communication. Attention with dropout computes explicit weights, [batch, heads, S, S] in memory; over `cp`
         it draws masks block by block, in both passes, and stores none.
     """
+    module = module_of(module)
     _check(module, record_of(module), mesh)
     remove_draw_hooks(module)
     sites = _sites(module, mesh, seed)

@@ -20,6 +20,7 @@ from parallelize.base.boxes import Box, full_box, starts
 from parallelize.base.errors import ModelError, PlanError, Problem
 from parallelize.base.layout import replicated
 from parallelize.ops.random.counter import IndexRun, Key, blocks, key
+from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.plan.pattern import check_pattern, generic, matches
 from parallelize.state.meta_buffers import allocate
 from parallelize.state.randomness.init.distributions import Distribution
@@ -69,7 +70,7 @@ def recipe_of(module: nn.Module) -> Recipe | None:
 
 
 def initialize(
-    module: nn.Module,
+    module: AnyModel,
     seed: int = 0,
     *,
     device: torch.device | str | None = None,
@@ -100,6 +101,7 @@ def initialize(
         distribution is not known; `no-recipe`; `unrecordable-initialisation`; PlanError `unmatched-rule`.
     Cost: no communication. Memory: the local shards; one full tensor for `stock` and for parameters that are computed.
     """
+    module = module_of(module)
     _refuse_codes(module)
     if recipe is None:
         recipe = recipe_of(module)

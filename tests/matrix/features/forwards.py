@@ -98,6 +98,9 @@ change(
     needs={"stock"},
     apart={"replay"},
     refused_with={
+        "*dropout": {
+            "ambiguous-dropout": "a module runs twice in a layer, and PyTorch's recompute does not say which call"
+        },
         "recompute*": {"foreign-recompute": "a forward would run three times"},
         "first layer": {"unplaceable-draw": "a replay by PyTorch's checkpoint has no module by which draws are placed"},
     },

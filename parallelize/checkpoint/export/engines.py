@@ -124,9 +124,10 @@ def verl_per_tensor_param(
 
     Args:
         exporter: built with `receive=True` on every rank whose rollout loads weights.
-        peft_config: PEFT's config as a dict, where `only` selects the adapters alone; None for full weights.
+        peft_config: PEFT's config as a dict, beside adapters alone. None: that of an exporter with names="peft"; none
+            for full weights.
         only: which names are sent; the same on every rank.
 
     Returns: (an iterator of (name, full tensor), `peft_config`).
     """
-    return named_tensors(exporter, only=only), peft_config
+    return named_tensors(exporter, only=only), exporter.adapter_config() if peft_config is None else peft_config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,7 +201,7 @@ def _copy_all(targets: list[T], values: list[T]) -> None:
 # export. Nothing here keeps a model's memory alive: it may be moved to the host between two exports.
 
 
-Values = dict[str, T]
+Values = Mapping[str, T]
 """Name in the model -> local tensor."""
 
 
@@ -210,7 +210,7 @@ class LocalValues:
 
     def __init__(self, on_mesh: ModelOnMesh, owned: OwnedBoxes):
         self._on_mesh = on_mesh
-        self._regions: dict[str, list[tuple[Box, StridedRegion]]] = owned.regions()
+        self.regions: dict[str, list[tuple[Box, StridedRegion]]] = owned.regions()
         self._layouts = {name: _layout(tensor) for name, tensor in self._named()}
 
     def _named(self) -> Iterator[tuple[str, Any]]:
@@ -219,21 +219,21 @@ class LocalValues:
             yield self._on_mesh.canonical(name), parameter
         yield from self._on_mesh.module.named_buffers()
 
-    def current(self) -> Values | None:
+    def current(self) -> dict[str, T] | None:
         """The local tensors as they are now; None if some were replaced, resized or renamed."""
         tensors = dict(self._named())
         if {name: _layout(tensor) for name, tensor in tensors.items()} != self._layouts:
             return None
-        return {name: private.plain_local(tensors[name]).detach() for name in self._regions}
+        return {name: private.plain_local(tensors[name]).detach() for name in self.regions}
 
     def region(self, message: TensorMessage) -> StridedRegion:
         """Where the values of a message of this rank are in its local tensor."""
-        box, region = self._regions[message.name][message.number]
+        box, region = self.regions[message.name][message.number]
         return region.within(message.box, box)
 
     def owned(self, values: Values) -> Iterator[tuple[str, list[T]]]:
         """(name, views of all that this rank owns of the tensor)."""
-        for name, boxes in self._regions.items():
+        for name, boxes in self.regions.items():
             yield name, [view_of(values[name], region) for _, region in boxes]
 
 

@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.base.agreement import text_digest
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem, did_you_mean
-from parallelize.checkpoint.export.exchange import LocalValues, Receivers, Values, view_of
+from parallelize.checkpoint.export.exchange import LocalValues, Receivers, view_of
+from parallelize.checkpoint.export.exported_adapters import MergedValues, lora_updates
 from parallelize.checkpoint.export.iteration import BucketIterator
 from parallelize.checkpoint.export.rounds import Rounds
 from parallelize.checkpoint.export.weight_buckets import (
@@ -26,7 +27,7 @@ from parallelize.checkpoint.export.weight_buckets import (
     selected,
 )
 from parallelize.checkpoint.format.device_pieces import bytes_of, torch_dtype
-from parallelize.checkpoint.hub.adapter_folder import adapter_state, refuse_unmerged
+from parallelize.checkpoint.hub.adapter_folder import adapter_config, adapter_state, refuse_unmerged
 from parallelize.checkpoint.hub.described_tensors import owned_by_rank, tensors_of_model
 from parallelize.checkpoint.hub.file_shards import HubTensor, parse_size
 from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
@@ -46,7 +47,7 @@ from parallelize.state.records import applied, mark_applied
 from parallelize.state.transaction import gc_paused
 
 T = torch.Tensor
-NAMES = ("hf", "model")
+NAMES = ("hf", "peft", "model")
 
 
 def export_weights(
@@ -56,6 +57,7 @@ def export_weights(
     bucket: int | str = "512MB",
     receive: bool = True,
     only: Callable[[str], bool] | None = None,
+    merge_adapters: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     mesh: DeviceMesh | None = None,
@@ -71,11 +73,13 @@ def export_weights(
 
     Args:
         model: a module on any mesh, or a `ParallelModel`.
-        names: "hf" for the names, ties and conversions of `save_pretrained` of `transformers`; "model" for the model's
-            own.
+        names: "hf" for the names, ties and conversions of `save_pretrained` of `transformers`; "peft" for the adapters
+            alone, as PEFT names them in its files; "model" for the model's own.
         bucket: the size of a bucket: bytes, or a text such as "512MB". A larger tensor has a bucket of its own.
         receive: whether this rank gets the tensors. Ranks may differ.
         only: which names are exported; the same on every rank. None: all.
+        merge_adapters: with names="hf", weights have their active LoRA in them, as after `merge_adapter`, rounded once.
+            The model is left as it is.
         dtype: of floating-point tensors. Default: the compute dtype of the model.
         device: of the full tensors. Default: the model's.
         mesh: the mesh of all processes, if the model has none.
@@ -85,14 +89,15 @@ def export_weights(
         all stop the export: every other rank then raises `export-stopped` when it asks for the next bucket, or just
         ends if it receives nothing.
     Raises: CheckpointError `bad-size`, `unknown-names`, `unsavable-dtype`, `unwritable-conversion`, `export-differs`,
-        on every rank, before anything is sent; in the loop `export-stopped`, `rank-lost` and `bucket-released`.
+        `unmerged-adapters`, `no-adapters`, `unsavable-adapter`, on every rank, before anything is sent; in the loop
+        `export-stopped`, `rank-lost` and `bucket-released`.
     Cost: one exchange a bucket, of each element once to each other rank that asks, and a short message through the
         store. Memory: two buckets on a rank that asks, including the one that was yielded; on others what they send of
         one.
     """
     module, on_mesh = model_on_mesh(model, mesh)
     sync = RankSync(on_mesh.mesh, timeout_s, own_group=False)
-    settings = (names, bucket, receive, dtype, device, mesh, timeout_s)
+    settings = (names, bucket, receive, merge_adapters, dtype, device, mesh, timeout_s)
     try:
         exporter = planned_before(module, settings, sync)
         if exporter is None:
@@ -104,7 +109,8 @@ def export_weights(
 
 
 def _as_keywords(settings: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(("names", "bucket", "receive", "dtype", "device", "mesh", "timeout_s"), settings, strict=True))
+    keywords = ("names", "bucket", "receive", "merge_adapters", "dtype", "device", "mesh", "timeout_s")
+    return dict(zip(keywords, settings, strict=True))
 
 
 class WeightExporter:
@@ -112,9 +118,7 @@ class WeightExporter:
 
     Args:
         model: a module on any mesh, or a `ParallelModel`.
-        names: "hf" or "model"; see `export_weights`.
-        bucket: the size of a bucket: bytes, or a text such as "512MB".
-        receive: whether this rank gets the tensors. Ranks may differ.
+        names, bucket, receive, merge_adapters: see `export_weights`.
         dtype: of floating-point tensors. Default: the compute dtype of the model.
         device: of the full tensors. Default: the model's.
         mesh: the mesh of all processes, if the model has none.
@@ -132,6 +136,7 @@ class WeightExporter:
         names: str = "hf",
         bucket: int | str = "512MB",
         receive: bool = True,
+        merge_adapters: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         mesh: DeviceMesh | None = None,
@@ -140,6 +145,7 @@ class WeightExporter:
     ):
         self.module, self._on_mesh = model_on_mesh(model, mesh)
         self._timeout_s, self._names, self._receive = timeout_s, names, receive
+        self._merges = merge_adapters and names == "hf"
         self._digests: Digests = {}
         self._sync = sync or RankSync(self._on_mesh.mesh, timeout_s, own_group=False)
         error: ParallelizeError | None = None
@@ -172,7 +178,7 @@ class WeightExporter:
 
     def _plan(self, error: ParallelizeError | None) -> None:
         """What all ranks own and ask for. A collective."""
-        settings = [self._names, getattr(self, "_bucket_bytes", None), getattr(self, "_code", None)]
+        settings = [self._names, self._merges, getattr(self, "_bucket_bytes", None), getattr(self, "_code", None)]
         answers = self._sync.agree(error, [self._described, self._receive, settings, uuid.uuid4().hex[:12]])
         _check_alike([answer[2] for answer in answers])
         described = [answer[0] for answer in answers]
@@ -223,7 +229,7 @@ class WeightExporter:
         Cost: with `changed`, a digest of what this rank owns, at the speed of memory.
         """
         error, names, digests = None, [], None
-        values: Values = {}
+        values: Mapping[str, T] = {}
         chosen: list[HubTensor] = []
         try:
             values = self._values()
@@ -239,10 +245,10 @@ class WeightExporter:
             chosen = selected({tensor.name: tensor for tensor in chosen}, None, union)
         return self._iterator(self._plans(chosen), values, digests)
 
-    def _values(self) -> Values:
+    def _values(self) -> Mapping[str, T]:
         """This rank's local tensors, as they are now. Raises: CheckpointError `stale-exporter`, `unmerged-adapters`."""
         reshard_units(self.module)
-        if self._names == "hf":
+        if self._names == "hf" and not self._merges:
             refuse_unmerged(self.module, "export_weights")
         values = self._local.current() if self._has_same_adapters() else None
         if values is None:  # parameters were replaced, which may be by others of the same layout
@@ -254,7 +260,7 @@ class WeightExporter:
             self._local, self._planned = LocalValues(self._on_mesh, owned), ("", [])
             values = self._local.current()
         assert values is not None
-        return values
+        return MergedValues(values, lora_updates(self._on_mesh), self._local.regions) if self._merges else values
 
     def _plans(self, chosen: list[HubTensor]) -> list[BucketPlan]:
         """The buckets of these tensors; those of the last export are kept, because most exports are of the same."""
@@ -273,7 +279,7 @@ class WeightExporter:
     def _messages_of(self, tensor: HubTensor) -> list[TensorMessage]:
         return self._messages[tensor.name]
 
-    def _iterator(self, plans: list[BucketPlan], values: Values, digests: Digests | None) -> BucketIterator:
+    def _iterator(self, plans: list[BucketPlan], values: Mapping[str, T], digests: Digests | None) -> BucketIterator:
         self._exports += 1
         key = f"{self._key}/{self._exports}"
         rounds = Rounds(key, self._sync.ranks, self._sync.rank, self._timeout_s)
@@ -304,6 +310,10 @@ class WeightExporter:
                     view = view_of(values[message.name], self._local.region(message))
                     value = as_target(view, message.part).to(torch_dtype(tensor.dtype))
                     yield WeightShard(tensor.name, tensor.shape, message.target(), value)
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """PEFT's config, as engines take it beside adapters; None unless the adapters alone are exported."""
+        return adapter_config(self.module) if self._names == "peft" else None
 
     @property
     def key(self) -> str:
@@ -359,7 +369,7 @@ Digests = dict[str, bytes]
 
 
 @torch.no_grad()
-def digests_of(local: LocalValues, values: Values) -> Digests:
+def digests_of(local: LocalValues, values: Mapping[str, T]) -> Digests:
     """Name in the model -> digest of the elements that this rank owns: exact, whatever has written them."""
     return {name: _digest_of_values(views) for name, views in local.owned(values)}
 

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize.base.boxes import Part
+from parallelize.base.boxes import Part, full_part
 from parallelize.base.errors import CheckpointError, ParallelizeError, Problem
 from parallelize.checkpoint.hub.names import ModelTensor, Shape, TensorSources, parts_to_save
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
@@ -304,12 +304,12 @@ def stock_module(module: nn.Module) -> nn.Module:
 def adapter_state(module: nn.Module) -> tuple[Any, ...]:
     """What decides which weights are those of the model: merged adapters, and active copies. It changes without any
     tensor."""
-    return tuple(_active_copies(module).items()), tuple(_unmerged(module))
+    return tuple(_active_copies(module).items()), tuple(unmerged_layers(module))
 
 
 def refuse_unmerged(module: nn.Module, call: str) -> None:
     """Raises: CheckpointError `unmerged-adapters` for a model whose adapters are beside its weights."""
-    unmerged = list(_unmerged(module))
+    unmerged = list(unmerged_layers(module))
     if unmerged:
         what = (
             f"{call} writes one weight for each layer under the names of the Hub, and {len(unmerged)} have adapters "
@@ -317,7 +317,7 @@ def refuse_unmerged(module: nn.Module, call: str) -> None:
         )
         fix = (
             "model.merge_adapter() before and model.unmerge_adapter() after; or save_adapter(model, folder), which "
-            "writes the adapters"
+            "writes the adapters; of export_weights merge_adapters=True, or names='peft'"
         )
         raise CheckpointError(Problem("unmerged-adapters", what, unmerged[0], fix=fix))
 
@@ -343,7 +343,7 @@ def _active_copy(wrapper: Any) -> str:
     return next((name for name in active if name in wrapper._modules[COPIES]._modules), "")
 
 
-def _unmerged(module: nn.Module) -> Iterator[str]:
+def unmerged_layers(module: nn.Module) -> Iterator[str]:
     """Names of layers that add adapters to what their weight computes, and of learned prompts."""
     for name, inner in module.named_modules():
         layer: Any = inner
@@ -357,3 +357,55 @@ def _adds(layer: Any) -> bool:
     """Whether an active adapter has a part in this layer."""
     known = {key for part in getattr(layer, "adapter_layer_names", ()) for key in getattr(layer, part, None) or ()}
     return not known.isdisjoint(layer.active_adapters)
+
+
+# -- adapters alone ---------------------------------------------------------------------------------------------------
+
+_PREFIX = "base_model.model."
+
+
+def adapter_parts(tensors: Sequence[ModelTensor], names: Container[str]) -> dict[str, tuple[Shape, tuple[Part, ...]]]:
+    """The adapters alone, under the names that PEFT saves them by: without the name of the adapter.
+
+    Raises: CheckpointError `no-adapters`, `unsavable-adapter`.
+    """
+    adapters = {tensor.name: tensor for tensor in tensors if is_adapter_parameter(tensor.name) and tensor.name in names}
+    if not adapters:
+        what = "the model has no adapters of PEFT, or none with tensors of their own"
+        raise CheckpointError(Problem("no-adapters", what, fix="names='hf' exports the weights of a model"))
+    parts: dict[str, tuple[Shape, tuple[Part, ...]]] = {}
+    for name, tensor in adapters.items():
+        saved = _saved_name(name)
+        if saved in parts or PROMPTS in name:
+            what = (
+                f"{name} is one of several adapters, or a learned prompt" if PROMPTS in name else f"{name} has a twin"
+            )
+            fix = "save_adapter(model, folder), or names='model'; of several adapters, delete_adapter the others"
+            raise CheckpointError(Problem("unsavable-adapter", what, fix=fix))
+        parts[saved] = tuple(tensor.shape), (full_part(name, tensor.shape),)
+    return parts
+
+
+def adapter_config(root: nn.Module) -> dict[str, Any]:
+    """PEFT's config of the adapter, with the values of adapter_config.json.
+
+    Raises: CheckpointError `no-adapters`.
+    """
+    configs = _configs(root)
+    if not configs:
+        raise CheckpointError(Problem("no-adapters", f"{type(root).__name__} has no config of PEFT", fix="a PeftModel"))
+    values = next(iter(configs.values())).to_dict()
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
+    return {name: getattr(value, "value", value) for name, value in plain.items()}
+
+
+def _saved_name(name: str) -> str:
+    """`..q_proj.lora_A.default.weight` is saved as `..q_proj.lora_A.weight`, and a trained copy of a layer as the
+    layer."""
+    words = name.split(".")
+    place = next(index for index, word in enumerate(words) if is_adapter_parameter(word)) + 1
+    kept = words[: place - 1] if words[place - 1] == COPIES else words[:place]
+    saved = ".".join([*kept, *words[place + 1 :]])
+    if words[place - 1] == "lora_magnitude_vector":  # a parameter where DoRA began, and a module since
+        saved = saved.removesuffix(".weight")
+    return saved if saved.startswith(_PREFIX) else _PREFIX + saved

@@ -24,7 +24,7 @@ from parallelize.base.boxes import (
 )
 from parallelize.base.errors import CheckpointError, Problem
 from parallelize.checkpoint.format.device_pieces import code_of, torch_dtype
-from parallelize.checkpoint.hub.adapter_folder import stock_parts_to_save
+from parallelize.checkpoint.hub.adapter_folder import adapter_parts, stock_parts_to_save
 from parallelize.checkpoint.hub.described_tensors import Owned, describe_tensors
 from parallelize.checkpoint.hub.file_shards import HubTensor
 from parallelize.checkpoint.hub.names import ModelTensor
@@ -125,7 +125,8 @@ class HubTensors:
     """All tensors of a checkpoint of the model, and the messages with their elements. The same on every rank.
 
     Args:
-        module: the model. names: "hf" for those that `save_pretrained` writes; "model" for the model's own.
+        module: the model. names: "hf" for those that `save_pretrained` writes; "peft" for the adapters alone; "model"
+            for the model's own.
         model: all tensors of the unsharded model.
         by_rank: what each rank owns, in the order of ranks.
         dtype: the dtype of floating-point tensors, as safetensors files name it. None: that of the model.
@@ -144,7 +145,10 @@ class HubTensors:
                 dtypes.setdefault(name, code)
                 boxes_of_ranks = self._boxes.setdefault(name, [])
                 boxes_of_ranks += [(rank, number, box) for number, box in enumerate(boxes)]
-        saved = stock_parts_to_save(module, model) if names == "hf" else _own_parts(model, self._boxes)
+        if names == "hf":
+            saved = stock_parts_to_save(module, model)
+        else:
+            saved = (adapter_parts if names == "peft" else _own_parts)(model, self._boxes)
         self.by_name = {
             name: HubTensor(name, self._dtype(dtypes[parts[0].source]), shape, parts)
             for name, (shape, parts) in saved.items()

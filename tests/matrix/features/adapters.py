@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize import dequantize, quantize, save_adapter
+from parallelize import dequantize, export_weights, quantize, save_adapter
 from tests.matrix.feature import change, feature
 from tests.matrix.features.state import ADAMW, first_step, go_on_elsewhere
 from tests.matrix.sides import Side, seeded
@@ -177,6 +177,33 @@ def merge_and_unload(side: Side) -> None:
     side.update()
     side.model.merge_and_unload()
     side.evaluate(2)
+
+
+@adapters(names=("export_weights",), prepare=lora(), needs={"stock"})
+def adapters_to_engines(side: Side) -> None:
+    """Merged weights and the adapters alone, between two steps."""
+    side.place()
+    side.train()
+    for number, name in enumerate(("merged", "alone")):
+        for key, value in _exported(side, is_merged=name == "merged").items():
+            side.record(f"weight {key} {name}", value)
+        side.step(number)
+        side.update()
+
+
+def _exported(side: Side, is_merged: bool) -> dict[str, torch.Tensor]:
+    if not side.alone:
+        form: dict[str, Any] = {"merge_adapters": True} if is_merged else {"names": "peft"}
+        buckets = export_weights(side.parallel, bucket=4096, **form)
+        return {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors.items()}
+    if is_merged:
+        from safetensors.torch import load_file
+
+        copy.deepcopy(side.model).merge_and_unload().save_pretrained(side.folder)
+        return load_file(f"{side.folder}/model.safetensors")
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(side.model)
 
 
 @adapters(prepare=lora())

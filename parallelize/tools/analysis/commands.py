@@ -403,9 +403,11 @@ def _fitted_lines(fitted: Fitted, model: str, options: argparse.Namespace) -> Se
         f"{model} on {options.gpus} x {options.hardware}, "
         f"{options.global_batch} sequences of {options.sequence} tokens per step"
     )
+    modes = " and ".join(name.removesuffix("_parallel") for name in fitted.modes)
+    over_tp = f"with {modes} parallelism over tp" if modes else "the plan serves neither sequence nor loss parallelism"
     limits = (
         f"{fitted.tried} settings tried; memory is that of the device, of {fitted.memory_bytes / 1e9:.0f} GB, with its "
-        f"context; {options.kernels} kernels; with sequence and loss parallelism over tp"
+        f"context; {options.kernels} kernels; {over_tp}"
     )
     reasons = [f"  {rejected.count:>4}  {rejected.reason} (such as {rejected.example})" for rejected in fitted.rejected]
     machine = load_machine(options.hardware)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -21,6 +22,7 @@ from parallelize.tools.analysis.cost.intervals import interval_of
 from parallelize.tools.analysis.cost.machine import Machine
 from parallelize.tools.analysis.cost.memory import device_bytes, stored_bytes
 from parallelize.tools.analysis.cost.setting import Setting, check_setting, make_setting
+from parallelize.tools.analysis.linting import modes_served
 from parallelize.tools.analysis.measure import AnySubject, measure_memory, measure_time, model_flops, outline_of
 from parallelize.tools.analysis.subject import Subject, check
 
@@ -59,14 +61,19 @@ class Rejected:
     example: str
 
 
+_MODES = ("sequence_parallel", "loss_parallel")
+
+
 @dataclass(frozen=True)
 class Fitted:
-    """The best setting of each of the best meshes, and why others were rejected. tried: the number of settings."""
+    """The best setting of each of the best meshes, and why others were rejected. tried: the number of settings. modes:
+    "sequence_parallel" and "loss_parallel", as far as they were on with `tp`."""
 
     best: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
     tried: int
     memory_bytes: float
+    modes: tuple[str, ...] = ()
 
 
 class _Rejections:
@@ -156,12 +163,12 @@ def fit(
     best: dict[MeshSpec, Candidate] = {}
     screened: list[Candidate] = []
     layers, experts = len(subject.layers(base)), _num_experts(subject, base)
-    screened_by = outline_of(subject) or subject
+    screened_by, modes = outline_of(subject) or subject, _modes_over_tp(subject, base)
     for mesh in meshes(gpus, machine.node_ranks, max(layers, 1)):
         tell(str(mesh))
         known = _Known()
         foldings = _foldings(mesh, experts, base.etp, machine.node_ranks)
-        for setting in candidates(replace(base, mesh=mesh), global_batch, rejections.add, fixed, foldings):
+        for setting in candidates(replace(base, mesh=mesh), global_batch, rejections.add, fixed, foldings, modes):
             tried += 1
             reason = known.reason_against(setting)
             if not reason and lower_bound_s(screened_by, setting, machine) > _time_to_beat(best, mesh, most):
@@ -183,7 +190,8 @@ def fit(
         rows = tuple((f"{rejection.count} settings", rejection.reason) for rejection in rejected[:10])
         what = f"no mesh of {gpus} devices with {memory_limit / 1e9:.0f} GB trains this model"
         raise ModelError(Problem("nothing-fits", what, rows=rows, fix="more devices, a smaller batch or sequence"))
-    return Fitted(fastest, rejected, tried, memory_limit)
+    on = tuple(name for name in _MODES if (getattr(base, name) if name in fixed else name in modes))
+    return Fitted(fastest, rejected, tried, memory_limit, on)
 
 
 def _exact(
@@ -230,6 +238,15 @@ def meshes(gpus: int, node_ranks: int, layers: int) -> Iterator[MeshSpec]:
             yield MeshSpec([("pp", pp), ("dp", gpus // tp // pp), ("tp", tp)])
 
 
+def _modes_over_tp(subject: Subject, base: Setting) -> list[str]:
+    """What the plan serves of sequence and loss parallelism: both make a step over `tp` faster, or its memory less."""
+    over_tp = replace(base, mesh=MeshSpec(tp=2))
+    with suppress(ParallelizeError):  # a model without a plan has no meshes with tp, each of which says so
+        plan = subject.plan_for(over_tp)
+        return [] if plan is None else modes_served(subject, plan, over_tp)
+    return []
+
+
 def _num_experts(subject: Subject, setting: Setting) -> int:
     """Of one layer of a mixture; 0 for any other model."""
     modules = subject.model(setting.weights_dtype).modules.values()
@@ -251,6 +268,7 @@ def candidates(
     reject: Callable[[str, Setting], None],
     fixed: frozenset[str] = frozenset(),
     foldings: Sequence[int] = (1,),
+    modes: Sequence[str] = _MODES,
 ) -> Iterator[Setting]:
     """Settings of one mesh.
 
@@ -258,6 +276,7 @@ def candidates(
         reject: called with a reason and a setting where the mesh is not possible.
         fixed: options that keep the value of `base`.
         foldings: values of `ep`.
+        modes: those that are on with `tp`.
     """
     dp, pp, tp = (base.size(axis) for axis in ("dp", "pp", "tp"))
     if global_batch % dp:
@@ -268,7 +287,7 @@ def candidates(
     def choices(name: str, searched: Sequence[Any]) -> Sequence[Any]:
         return (getattr(base, name),) if name in fixed else searched
 
-    modes = {name: True for name in ("sequence_parallel", "loss_parallel") if tp > 1 and name not in fixed}
+    on = {name: True for name in modes if tp > 1 and name not in fixed}
     counts = choices("num_microbatches", [batch // size for size in (1, 2, 4) if batch % size == 0])
     for count in counts:
         for schedule in choices("schedule", ("1f1b", "interleaved_1f1b", "zbv") if pp > 1 else ("1f1b",)):
@@ -278,7 +297,7 @@ def candidates(
                 for ep, recompute in product(
                     choices("ep", foldings), choices("recompute", ("off", "selective", "full"))
                 ):
-                    options: dict[str, Any] = dict(modes, batch=batch, num_microbatches=count, schedule=schedule)
+                    options: dict[str, Any] = dict(on, batch=batch, num_microbatches=count, schedule=schedule)
                     yield replace(base, **options, zero=zero, ep=ep, recompute=recompute)
 
 

@@ -96,16 +96,19 @@ def modes_of(subject: Subject, plan: Plan | None, setting: Setting) -> list[Sett
     if plan is None or setting.sequence_parallel is not None or setting.loss_parallel is not None:
         return [setting]
     modes = [setting]
-    if setting.size("tp") == 1:
-        return modes
-    if plan.regions:
-        modes.append(replace(setting, sequence_parallel=True))
+    if setting.size("tp") > 1:
+        for name in modes_served(subject, plan, setting):
+            modes.append(replace(modes[-1], **{name: True}))
+    return modes
+
+
+def modes_served(subject: Subject, plan: Plan, setting: Setting) -> list[str]:
+    """Of "sequence_parallel" and "loss_parallel", what the plan serves over `tp`."""
     names = {*subject.model(setting.weights_dtype).module_fqns}
     heads = [rule for rule in plan.rules if rule.style.keeps_vocabulary]
     patterns = [pattern for rule in heads for pattern in alternatives(rule.pattern)]
-    if any(matches(pattern, name) for pattern in patterns for name in names):
-        modes.append(replace(modes[-1], loss_parallel=True))
-    return modes
+    has_head = any(matches(pattern, name) for pattern in patterns for name in names)
+    return [*(["sequence_parallel"] if plan.regions else []), *(["loss_parallel"] if has_head else [])]
 
 
 def lint_setting(subject: Subject, setting: Setting, world_size: int | None = None) -> list[Finding]:

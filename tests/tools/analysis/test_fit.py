@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.models.model_source import ModelSource
+from parallelize.plan.plan_file import parse_plan
 from parallelize.tools.analysis import fit as searched
 from parallelize.tools.analysis.cost.machine import load_machine
 from parallelize.tools.analysis.cost.setting import make_setting
@@ -68,3 +70,18 @@ def test_foldings_of_experts_are_tried():
         for ep in (1, 4)
     }
     assert peaks[4] < 0.5 * peaks[1]
+
+
+def test_a_plan_without_a_region_is_fitted_over_tp_too():
+    """No setting is refused for a mode that the plan does not serve."""
+    layers = "model.layers.*"
+    rules = {f"{layers}.self_attn.{{q,k,v}}_proj": "colwise(heads)", f"{layers}.self_attn.o_proj": "rowwise(heads)"}
+    rules |= {f"{layers}.mlp.{{gate,up}}_proj": "colwise", f"{layers}.mlp.down_proj": "rowwise", "**": "replicate"}
+    sizes = {"heads": {"from": "num_key_value_heads"}}
+    of = Subject(
+        subject().source, parse_plan(yaml.safe_dump({"schema_version": 1, "sizes": sizes, "tensor_parallel": rules}))
+    )
+    options = {"zero": 0, "schedule": "1f1b", "recompute": "off", "num_microbatches": 8}
+    result = fit(of, 4, load_machine("h100-sxm"), global_batch=BATCH, sequence=SEQUENCE, most=9, **options)
+    assert any(candidate.setting.size("tp") == 4 for candidate in result.best) and result.modes == ()
+    assert not any("no-region" in item.reason or "no-vocabulary" in item.reason for item in result.rejected)

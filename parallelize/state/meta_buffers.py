@@ -48,7 +48,8 @@ def materialize(module: AnyModel, device: torch.device | str | int, rebuild: Reb
     Args:
         module: parallelized or not. Buffers that already have values keep them.
         device: where to allocate.
-        rebuild: buffer name -> function that returns its value, for buffers that cannot be rebuilt otherwise.
+        rebuild: buffer name -> function that returns its value, for buffers that cannot be rebuilt otherwise: from the
+            config, or from what `build_on_meta` has recorded of their making.
 
     Returns: the same module.
     Raises: ModelError `unknown-buffers`, which names every buffer without a value, before anything is allocated.
@@ -63,6 +64,12 @@ def materialize(module: AnyModel, device: torch.device | str | int, rebuild: Reb
             unknown.append((fqn, f"{list(buffer.shape)} {buffer.dtype} of {type(owner).__name__}"))
         else:
             values[fqn] = (owner, key, value)
+    recipe: Any = applied(module).recipe
+    recorded = recipe.constants([fqn for fqn, _ in unknown]) if unknown and recipe is not None else {}
+    for fqn, value in recorded.items():
+        owner, _, key = fqn.rpartition(".")
+        values[fqn] = (module.get_submodule(owner), key, value)
+    unknown = [row for row in unknown if row[0] not in recorded]
     if unknown:
         raise ModelError(
             Problem(

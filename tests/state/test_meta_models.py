@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallelize import ModelError, build_mesh, full_gradients, materialize, parallelize_module
+from parallelize import ModelError, build_mesh, build_on_meta, full_gradients, materialize, parallelize_module
 from parallelize.plan.plan_file import parse_plan
 from tests.support.models import FAMILIES, tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
@@ -100,3 +100,23 @@ def test_src_data_rank_says_whose_weights_count(source):
 
     for rank, local in enumerate(run_ranks(2, body)):
         assert torch.equal(local, heads[rank if source is None else source].chunk(2)[rank])
+
+
+class Masked(nn.Module):
+    """Buffers that no checkpoint has: a mask of a constructor, constants, and random numbers."""
+
+    def __init__(self, is_random: bool = False):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(5, 5).tril().view(1, 1, 5, 5), persistent=False)
+        self.register_buffer("scale", torch.full((3,), 2.0), persistent=False)
+        if is_random:
+            self.register_buffer("noise", torch.randn(3), persistent=False)
+
+
+def test_buffers_of_a_constructor_are_those_that_were_recorded():
+    model = materialize(build_on_meta(Masked), "cpu")
+    assert torch.equal(model.mask, Masked().mask) and torch.equal(model.scale, torch.full((3,), 2.0))
+    with pytest.raises(ModelError, match="unknown-buffers") as error:
+        materialize(build_on_meta(Masked, True), "cpu")
+    assert [name for name, _ in error.value.problems[0].rows] == ["noise"]

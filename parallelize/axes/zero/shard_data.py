@@ -18,7 +18,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -217,7 +217,13 @@ def _warn_of_one_unit(module: nn.Module) -> None:
                 "ZeRO 3 gathers all parameters of %s at once: no plan names its layers. shard_data(..., units=[%r]) or "
                 "`zero: {units: [%r]}` in a plan gathers them one after another"
             )
-            log.warning(text, type(module).__name__, pattern, pattern)
+            _warn_once(text % (type(module).__name__, pattern, pattern))
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """Not again where a model that was predicted is then trained."""
+    log.warning(text)
 
 
 def _manage_later_adapters(

@@ -25,7 +25,7 @@ from parallelize.launch.config.run_config_file import naming
 from parallelize.launch.loop.anomalies import AnomalyWatch
 from parallelize.launch.loop.memory_report import used_bytes
 from parallelize.launch.loop.resumed_run import RECORD, ChangedKey, record_of, refuse_or_tell
-from parallelize.launch.loop.run_data import argument_names, data_of
+from parallelize.launch.loop.run_data import Names, argument_names, data_of
 from parallelize.launch.loop.run_metrics import RunMetrics
 from parallelize.launch.loop.run_optimizer import FileOptions, build_optimizer_of, build_schedule_of
 from parallelize.launch.loop.train_loop import TrainLoop, is_first_rank
@@ -113,7 +113,7 @@ def _raise_together(error: ParallelizeError | None) -> None:
             raise DataError(*(problem_from_json(fields, rank) for fields in problems)) from error
 
 
-def build_model(config: RunConfig, around: RunEnvironment) -> tuple[ParallelModel, int, set[str] | None]:
+def build_model(config: RunConfig, around: RunEnvironment) -> tuple[ParallelModel, int, Names]:
     """The model on the mesh, the number of its parameters, and the names that a batch may have."""
     with naming(config, "model"):
         source, module, initialize = _module_of(config, around)

@@ -18,12 +18,14 @@ from parallelize.base.errors import DataError, Problem, short_list
 from parallelize.launch.config.run_config import DataSection, RunConfig
 from parallelize.launch.loop import token_files
 from parallelize.launch.loop.memory_report import object_of
+from parallelize.plan.models.model_source import name_of_ids
 from parallelize.training.data.collate import collate_rows
 from parallelize.training.data.global_batches import GlobalBatches
 from parallelize.training.data.iterable_batches import IterableBatches
 from parallelize.training.data.packing import PackedRows
 
 Batch = dict[str, torch.Tensor]
+Names = Mapping[str, str] | None
 
 
 class RunData:
@@ -35,13 +37,14 @@ class RunData:
         section: what the file of the run says.
         mesh: the mesh of all processes.
         device: where batches are put.
-        names: arguments of the model; others are left out of a batch. None: all are passed.
+        names: value of a batch -> the argument of the model that it is passed as; others are left out. None: all are
+            passed, under their names.
 
     Attributes:
         batches: `GlobalBatches` or `IterableBatches`: what a checkpoint saves.
     """
 
-    def __init__(self, rows: Any, section: DataSection, mesh: Any, device: str, names: set[str] | None):
+    def __init__(self, rows: Any, section: DataSection, mesh: Any, device: str, names: Names):
         self.device, self.names = device, names
         if _is_map_style(rows):
             batches = GlobalBatches(
@@ -89,7 +92,7 @@ def _is_map_style(rows: Any) -> bool:
     return hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and not sources
 
 
-def data_of(config: RunConfig, names: set[str] | None, mesh: Any, device: str, agree: token_files.Agree) -> RunData:
+def data_of(config: RunConfig, names: Names, mesh: Any, device: str, agree: token_files.Agree) -> RunData:
     """The data of a run. names: as `RunData` takes them. agree: as `token_files.cached_tokens` takes it.
 
     Raises: DataError.
@@ -97,15 +100,17 @@ def data_of(config: RunConfig, names: set[str] | None, mesh: Any, device: str, a
     return RunData(_rows(config, agree), config.data, mesh, device, names)
 
 
-def argument_names(module: nn.Module) -> set[str] | None:
-    """Names of a batch that the model takes; None where it takes any. The loss takes `targets` and `labels`."""
+def argument_names(module: nn.Module) -> Names:
+    """The values of a batch that the model takes; None where it takes any. The loss takes `targets` and `labels`.
+    `input_ids` are the first argument of a model that has none of that name."""
     parameters = inspect.signature(module.forward).parameters
     if (
         any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         and "position_ids" in parameters
     ):
         return None
-    return {*parameters, "targets", "labels"}
+    names = {name: name for name in (*parameters, "targets", "labels")}
+    return {"input_ids": name_of_ids(module), **names}
 
 
 def _rows(config: RunConfig, agree: token_files.Agree) -> Any:
@@ -169,21 +174,24 @@ def collate_or_error(rows: Sequence[Any]) -> dict[str, Any] | DataError:
         return DataError(Problem("bad-row", what, rows=_types(rows[0]), fix=_FIX))
 
 
-def known_values(batch: Mapping[str, Any] | DataError, names: set[str] | None) -> dict[str, Any]:
+def known_values(batch: Mapping[str, Any] | DataError, names: Names) -> dict[str, Any]:
     """What the model takes of a batch. names: as `RunData` takes them.
 
     Raises: DataError `bad-row`, and the error of `collate_or_error`.
     """
     if isinstance(batch, DataError):
         raise batch
-    known = {name: value for name, value in batch.items() if names is None or name in names}
+    known = dict(batch)
+    if names is not None:
+        known = {name: value for name, value in batch.items() if names.get(name) == name}
+        known |= {names[name]: value for name, value in batch.items() if names.get(name, name) not in batch}
     if not known:
         what = f"rows have {short_list(sorted(batch))}, and the model takes {short_list(sorted(names or ()))}"
         raise DataError(Problem("bad-row", what, fix="name the values of a row as the arguments of the model"))
     if names is not None and (others := [name for name, value in known.items() if not isinstance(value, torch.Tensor)]):
         what = f"{others[0]} of a row is no tensor and no number"
         raise DataError(Problem("bad-row", what, rows=_types(known), fix=_FIX))
-    ids = known.get("input_ids")
+    ids = batch.get("input_ids")
     if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
         raise DataError(Problem("bad-row", f"input_ids are {ids.dtype}", fix="ids of tokens are integers"))
     return known

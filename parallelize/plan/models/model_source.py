@@ -234,7 +234,7 @@ def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any
     sizes = (getattr(part, "vocab_size", None) for part in (config, getattr(config, "text_config", None)))
     vocabulary = next(filter(None, sizes), None) or max(table.num_embeddings for table in tables)
     ids = torch.randint(0, vocabulary, (batch, sequence))
-    inputs: dict[str, Any] = {_name_of_ids(model): ids}
+    inputs: dict[str, Any] = {name_of_ids(model): ids}
     if hasattr(config, "use_cache"):
         inputs["use_cache"] = False  # as in a training loop
     if "ForSequenceClassification" in type(model).__name__:
@@ -242,7 +242,8 @@ def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any
     return {**inputs, "targets": torch.randint(0, vocabulary, (batch, sequence))}
 
 
-def _name_of_ids(model: nn.Module) -> str:
+def name_of_ids(model: nn.Module) -> str:
+    """`input_ids`, or the first argument of a forward without it."""
     names = list(forward_signature(model).parameters)[1:]
     return "input_ids" if "input_ids" in names or not names else names[0]
 

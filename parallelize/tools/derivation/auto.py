@@ -3,6 +3,7 @@ from it, and proven, on each rank alike."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from contextlib import suppress
 from math import prod
@@ -20,10 +21,11 @@ from parallelize.plan.models.model_source import ModelSource
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
 from parallelize.plan.schema import Plan
+from parallelize.state.randomness.init.initialize import initialize, recipe_of
 from parallelize.tools.derivation.derive import derive_plan
 from parallelize.tools.derivation.gathered_linears import ENOUGH
 from parallelize.tools.derivation.proof import provable, prove
-from parallelize.tools.derivation.small_model import small_model
+from parallelize.tools.derivation.small_model import check_elements, small_model
 
 log = logging.getLogger("parallelize")
 
@@ -41,10 +43,21 @@ def derived_plan(model: nn.Module, tp: int) -> Plan:
     """
     source = source_of_instance(model)
     ranks = 2 if isinstance(source, ModelSource) else min(max(tp, 2), _MOST_RANKS)
-    derived = derive_plan(source, tp=ranks)
+    derived = derive_plan(_with_values(source), tp=ranks)
     if _is_first():
         log.info("plan %s, derived from %s: %s", derived.plan.name, type(model).__name__, derived.proof)
     return derived.plan
+
+
+def _with_values(source: nn.Module | ModelSource) -> nn.Module | ModelSource:
+    """A copy on the CPU, with initial values, of a module on the meta device; anything else itself.
+
+    Raises: ModelError `too-large-to-run`, and those of `initialize`.
+    """
+    if isinstance(source, ModelSource) or not any(parameter.is_meta for parameter in source.parameters()):
+        return source
+    check_elements(source)
+    return initialize(copy.deepcopy(source), 0, device="cpu", recipe=recipe_of(source))
 
 
 def better_plan(model: nn.Module, translated: Plan, tp: int) -> Plan:

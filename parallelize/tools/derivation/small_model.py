@@ -52,7 +52,7 @@ def small_model(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
     for reads, small in _tries(_few_parameters_first(versions)):
         try:
             on_meta = small.build("meta")
-            _check_elements(on_meta)
+            check_elements(on_meta)
             if reads is Reads.EITHER and not _reads_both(on_meta):
                 continue
             model = _built(small)
@@ -149,7 +149,7 @@ def _built(source: ModelSource) -> nn.Module:
     return model
 
 
-def _check_elements(model: nn.Module) -> None:
+def check_elements(model: nn.Module) -> None:
     elements = sum(parameter.numel() for parameter in model.parameters())
     if elements > MAX_PARAMETERS:
         what = f"{type(model).__name__} has {elements:,} parameters, and its forward is run on this machine"
@@ -159,7 +159,7 @@ def _check_elements(model: nn.Module) -> None:
 
 def check_subject(model: nn.Module) -> None:
     """Whether a model's forward can be run here."""
-    _check_elements(model)
+    check_elements(model)
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu"}
     if devices:
         what = f"{type(model).__name__} is on the device {min(devices)}, and its forward is run on the CPU"

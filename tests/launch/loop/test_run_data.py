@@ -13,7 +13,7 @@ from parallelize.base.errors import DataError, LaunchError
 from parallelize.launch.config.run_config import DataSection, OptimizerSection, RunConfig, ScheduleSection
 from parallelize.launch.loop import token_files
 from parallelize.launch.loop.memory_report import object_of
-from parallelize.launch.loop.run_data import RunData, argument_names, collate_or_error, data_of
+from parallelize.launch.loop.run_data import RunData, argument_names, collate_or_error, data_of, known_values
 from parallelize.launch.loop.run_optimizer import factor_of, optimizer_class
 
 
@@ -160,7 +160,7 @@ def rows(count=6):
 
 def test_batches_go_on_over_epochs_and_from_a_saved_position():
     section = DataSection(global_batch=2, seed=1)
-    data = RunData(rows(), section, None, "cpu", {"input_ids", "targets"})
+    data = RunData(rows(), section, None, "cpu", {"input_ids": "input_ids", "targets": "targets"})
     seen = [data.next()["input_ids"][:, 0].tolist() for _ in range(5)]
     assert sorted(number for batch in seen[:3] for number in batch) == list(range(6)) and "other" not in data.next()
     again = RunData(rows(), section, None, "cpu", None)
@@ -209,7 +209,16 @@ def test_models_get_the_arguments_that_they_name():
     class Any(torch.nn.Module):
         def forward(self, input_ids, position_ids=None, **kwargs): ...
 
-    assert argument_names(One()) == {"input_ids", "targets", "labels"} and argument_names(Any()) is None
+    class Own(torch.nn.Module):
+        def forward(self, idx, mask=None): ...
+
+    assert {*argument_names(One())} == {"input_ids", "targets", "labels"} and argument_names(Any()) is None
+    row = {"input_ids": IDS, "targets": IDS + 1, "position_ids": IDS}
+    assert known_values(row, argument_names(One())).keys() == {"input_ids", "targets"}
+    known = known_values(row, argument_names(Own()))
+    assert known.keys() == {"idx", "targets"} and known["idx"] is IDS
+    known = known_values({**row, "idx": IDS + 2}, argument_names(Own()))
+    assert known.keys() == {"idx", "targets"} and torch.equal(known["idx"], IDS + 2)
 
 
 def test_the_learning_rate_warms_up_and_decays():
@@ -239,7 +248,7 @@ IDS = torch.tensor([1, 2])
 @pytest.mark.parametrize("kind", ["map", "iterable"])
 def test_rows_that_make_no_batch_are_named(values, slug, text, kind):
     section = DataSection(global_batch=2, shuffle=False)
-    data = RunData(values if kind == "map" else iter_of(values), section, None, "cpu", {"input_ids"})
+    data = RunData(values if kind == "map" else iter_of(values), section, None, "cpu", {"input_ids": "input_ids"})
     with pytest.raises(DataError, match=slug) as raised:
         data.next()
     assert text in str(raised.value)

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from parallelize import parallelize_module, verify
+from parallelize import build_on_meta, parallelize_module, verify
 from parallelize.base.errors import ModelError
 from parallelize.plan.choose import plan_of
 from parallelize.plan.models.model_source import source_of
@@ -39,6 +39,16 @@ def test_nothing_is_derived_where_nothing_is_sharded(two_processes):
 def test_a_model_with_a_plan_keeps_it(monkeypatch):
     monkeypatch.setattr(auto, "derived_plan", lambda model, tp: pytest.fail("it was derived"))
     assert plan_of(tiny_model("llama"), "auto").name == "llama"
+
+
+def test_a_model_without_values_gets_the_plan_of_one_with_values():
+    model = build_on_meta(TinyGpt)
+    assert plan_of(model, "auto").rules == plan_of(TinyGpt(), "auto").rules
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with torch.device("meta"):
+        large = torch.nn.Linear(1 << 15, 1 << 15)
+    with refused(ModelError, "too-large-to-run", "a function that returns the model with smaller sizes"):
+        plan_of(large, "auto")
 
 
 def test_the_plan_of_a_plain_module(caplog):

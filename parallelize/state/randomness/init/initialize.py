@@ -59,7 +59,9 @@ def build_on_meta(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) ->
     with record_initialization() as recorder:
         module = build(*args, **kwargs)
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        recipe = Recipe(recorder.recording, {name: recorder.view(tensor) for name, tensor in named if tensor.is_meta})
+        recipe = Recipe(
+            recorder.recording, {name: recorder.view(tensor) for name, tensor in named if tensor.is_meta}, replay_stock
+        )
     mark_applied(module, recipe=recipe)
     return module
 

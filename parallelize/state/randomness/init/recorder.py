@@ -6,7 +6,7 @@ an op on a part of a storage. `recipes` reads distributions from a recording; `s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -228,10 +228,12 @@ class Recipe:
     Attributes:
         recording: every op of the initialization.
         views: the view in the recording of each parameter and buffer, by each of its names.
+        replay: `replay_stock`.
     """
 
     recording: InitRecording
     views: dict[str, View]
+    replay: Callable[..., None]
 
     def __deepcopy__(self, memo: dict) -> Recipe:
         return self
@@ -240,6 +242,19 @@ class Recipe:
         """How each parameter and buffer is initialized."""
         reader = _Reader(self.recording)
         return {name: reader.read(view) for name, view in self.views.items()}
+
+    def constants(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The values of those of these buffers that the constructor makes without random numbers, as a causal mask."""
+        reader = _Reader(self.recording)
+        known = {name: reader.read(self.views[name]) for name in names if name in self.views}
+        values: dict[str, torch.Tensor] = {}
+        self.replay(self, [name for name, how in known.items() if _is_constant(how)], None, values.__setitem__)
+        return values
+
+
+def _is_constant(how: Initialization) -> bool:
+    fills = how.fills if isinstance(how, Fills) else ()
+    return isinstance(how, Computed) or (bool(fills) and all(isinstance(f.distribution, Constant) for f in fills))
 
 
 class _Reader:

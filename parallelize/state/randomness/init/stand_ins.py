@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from parallelize.state.guards.stock_methods import is_guard
 from parallelize.state.local_config import LocalConfig
 from parallelize.state.randomness.init.recorder import Initialization, Recipe, Unknown, record_initialization
+from parallelize.state.randomness.init.stock_generator import replay_stock
 from parallelize.state.records import KEY
 
 _NOT_COPIED = {"forward", "to_empty", "_apply", KEY, "_is_hf_initialized", "_compiled_call_impl"}
@@ -36,7 +37,7 @@ def recipe_of_stand_ins(module: nn.Module, blanks: dict[str, torch.Tensor]) -> t
         stand_in = _StandIns(blanks).of(module, "")
         failures = _run_initializers(stand_in)
         named = [*stand_in.named_parameters(remove_duplicate=False), *stand_in.named_buffers(remove_duplicate=False)]
-        recipe = Recipe(recorder.recording, {name: recorder.view(tensor) for name, tensor in named})
+        recipe = Recipe(recorder.recording, {name: recorder.view(tensor) for name, tensor in named}, replay_stock)
     initializations = recipe.read()
     for prefix, reason in (*failures.items(), *_initializing_constructors(module)):
         for name in initializations:

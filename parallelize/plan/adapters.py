@@ -145,6 +145,7 @@ def renamed(plan: Plan, rename: Callable[[str], str]) -> Plan:
         zero_units=each(plan.zero_units),
         recompute_units=each(plan.recompute_units),
         attention=tuple(replace(rule, pattern=rename(rule.pattern)) for rule in plan.attention),
+        sequences=plan.sequences and rename(plan.sequences),
         regions=tuple(
             replace(region, layers=rename(region.layers), leave=region.leave and rename(region.leave))
             for region in plan.regions

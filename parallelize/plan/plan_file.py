@@ -125,7 +125,7 @@ def _version(reader: Reader, node: yaml.Node, key: str) -> dict[str, Any]:
     return {}
 
 
-def _base(reader: Reader, node: yaml.Node, key: str) -> str:
+def _module(reader: Reader, node: yaml.Node, key: str) -> str:
     return "".join(reader.texts(node, key)[:1])
 
 
@@ -241,7 +241,7 @@ _SECTIONS: Sections = {
     "schema_version": ("", _version),
     "model_type": ("model_types", Reader.texts),
     "classes": ("classes", Reader.texts),
-    "base": ("base", _base),
+    "base": ("base", _module),
     "defaults": ("options", _defaults),
     "tensor_parallel": ("rules", _rules),
     "sequence_parallel": ("regions", _regions),
@@ -253,6 +253,7 @@ _SECTIONS: Sections = {
     "attention": ("attention", _attention),
     "positions": ("", _positions),
     "packing": ("packing", choice("positions", "none").read),
+    "sequences": ("sequences", _module),
     "allow": ("allow", _allowed),
 }
 

@@ -32,6 +32,7 @@ from parallelize.plan.schema import LONGEST_LIST, AttentionRule, Plan, Rule, Tie
 from parallelize.plan.stage_ranks import ranks_of_stages
 from parallelize.plan.stages import Assignment, Costs, Stages, cut_stages
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
+from parallelize.plan.text_part import sequence_module
 
 NO_PLAN = Plan("none", (), on_unclaimed="replicate")
 """The plan of a model without one: every parameter is replicated over `tp`."""
@@ -80,6 +81,7 @@ def resolve(
         stages,
         ranks,
         attention=attention_kinds(plan, model) if mesh.ranks("cp") > 1 else earlier.attention if earlier else {},
+        sequences=sequence_module(plan, model) if mesh.ranks("cp") > 1 else earlier.sequences if earlier else "",
         recompute_units=recompute_units(plan, model) if plan.options.recompute != "off" else (),
     )
     return replace(
@@ -194,6 +196,7 @@ def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
         zero_units=tuple(filter(is_inside, plan.zero_units)),
         recompute_units=tuple(filter(is_inside, plan.recompute_units)),
         attention=tuple(item for item in plan.attention if is_inside(item.pattern)),
+        sequences=plan.sequences if is_inside(plan.sequences) else "",
         rules=tuple(
             map(_rule_for_base, (rule for rule in plan.rules if is_inside(rule.pattern) or rule.pattern == _ALL))
         ),

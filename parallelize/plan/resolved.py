@@ -37,6 +37,7 @@ class ResolvedPlan:
         stage_ranks: the pp rank of each stage.
         ties: parameters with copies on several pp ranks, and those that the plan declares.
         attention: over `cp`: fqn of each module that attends to all tokens, to the kind of its attention.
+        sequences: over `cp`: the module at whose call sequences are sharded; empty: the model itself.
         zero_units: of ZeRO 3: modules whose parameters are gathered together.
         recompute_units: modules that run again in backward, before `recompute_every` leaves some out.
     """
@@ -52,6 +53,7 @@ class ResolvedPlan:
     stage_ranks: tuple[int, ...] = (0,)
     ties: tuple[Tie, ...] = ()
     attention: Mapping[str, str] = field(default_factory=dict)
+    sequences: str = ""
     zero_units: tuple[str, ...] = ()
     recompute_units: tuple[str, ...] = ()
 
@@ -119,7 +121,7 @@ class ResolvedPlan:
         if self.stages is not None:
             facts |= {"stages": str(self.stages.starts), "pipeline units": " ".join(self.stages.units)}
         facts |= {f"attention of {fqn}": kind for fqn, kind in self.attention.items()}
-        facts |= {"ranks of stages": str(self.stage_ranks), "ties": str([tie.members for tie in self.ties])}
+        facts |= {"sequences": self.sequences, "ranks of stages": str(self.stage_ranks), "ties": str([tie.members for tie in self.ties])}
         facts |= {"ZeRO units": " ".join(self.zero_units), "recompute units": " ".join(self.recompute_units)}
         return facts
 

@@ -258,6 +258,7 @@ class Plan:
         positions: the argument for positions in the full sequence, or "none".
         positions_from: the mask from which the model counts positions where none are passed.
         packing: "positions": a document begins where positions start again; or "none".
+        sequences: the module at whose call `cp` shards sequences; empty: the text model beside a tower, or the model.
         options: the plan's `defaults:`; once it is to be applied, the complete options of the run.
         allow: slugs of checks of source text that the plan turns off, of `ALLOWED`.
         source: the file, for messages.
@@ -284,6 +285,7 @@ class Plan:
     positions: str = "position_ids"
     positions_from: str = ""
     packing: str = "positions"
+    sequences: str = ""
     allow: tuple[str, ...] = ()
     options: Options = field(default_factory=Options)
     source: str = ""
@@ -333,7 +335,7 @@ class Plan:
         facts |= {name: str(getattr(modes, name)) for name in (*ROW_OPTIONS, "overlap")}
         facts |= {f"style {item.fqn}": item.text for item in self.unlowered_styles}
         facts |= {f"attention {rule}": rule.kind for rule in self.attention}
-        facts["positions"] = f"{self.positions} {self.positions_from} {self.packing}"
+        facts["positions"] = f"{self.positions} {self.positions_from} {self.packing} {self.sequences}"
         return facts
 
     def digest(self) -> str:

@@ -19,6 +19,7 @@ from parallelize.axes.context.forward_state import Context, ContextAttention, at
 from parallelize.axes.context.gathered_modules import GATHERED, check_masks, check_overlap, install_gathered
 from parallelize.axes.context.inputs import ContextInputs, config_with_masks, is_registered, register_masks
 from parallelize.axes.context.stock_attention import NAME, forward_over_context, refuse_unplanned, register
+from parallelize.axes.context.text_calls import OuterInputs, install_part
 from parallelize.axes.tensor.attention_calls import AttentionCalls
 from parallelize.axes.tensor.dtensor_boundary import refuse_attentions
 from parallelize.axes.tensor.region import Region
@@ -107,10 +108,14 @@ def apply_context(module: nn.Module, mesh: MeshView, decide: Callable[[], Resolv
         check_masks(dict(resolved.attention), named)
         check_overlap(dict(resolved.attention), named)
         refuse_early_dropout(module)
-        inputs = ContextInputs(module, resolved.plan)
+        part = named[resolved.sequences] if resolved.sequences else None
+        inputs = ContextInputs(module, resolved.plan) if part is None else OuterInputs(module, resolved.plan)
     with Transaction(module):
         mark_applied(module, resolved=resolved)
-        _install(module, Context(mesh, dict(resolved.attention), resolved.options.ulysses), inputs)
+        context = Context(mesh, dict(resolved.attention), resolved.options.ulysses)
+        _install(module, context, inputs, resolved.sequences)
+        if part is not None:
+            install_part(part, context, resolved.plan)
         set_up(ON_CONTEXT, Guarded(module, mesh))
     install_generation(module)
     return module
@@ -124,7 +129,10 @@ def on_context(spec: MeshSpec) -> bool:
 def check_context(resolved: ResolvedPlan) -> None:
     """Raises: ModelError `unplanned-attention`, `length-dependent-rotary` for a model that cannot run over `cp`."""
     model = resolved.facts
-    unsupported = [fqn for fqn, inner in model.objects.items() if isinstance(inner, _ATTENDS)]
+    within = f"{resolved.sequences}." if resolved.sequences else ""  # a tower beside the text has all of its tokens
+    unsupported = [
+        fqn for fqn, inner in model.objects.items() if isinstance(inner, _ATTENDS) and fqn.startswith(within)
+    ]
     if unsupported:
         kind = type(model.objects[unsupported[0]]).__name__
         what = f"{unsupported[0]}, a {kind}, computes attention itself, over the tokens of one rank"
@@ -150,7 +158,7 @@ def _changing_rotary(config: Any) -> str:
     return ""
 
 
-def _install(module: nn.Module, context: Context, inputs: ContextInputs) -> None:
+def _install(module: nn.Module, context: Context, inputs: ContextInputs, part: str) -> None:
     registered = is_registered(module)
     if registered:
         register()
@@ -172,7 +180,8 @@ def _install(module: nn.Module, context: Context, inputs: ContextInputs) -> None
             attention.stock = present[fqn].__dict__.get("forward")
             present[fqn].__dict__["forward"] = MethodType(forward_over_context, present[fqn])
     if registered:
-        _set_implementation(context, kinds, present)
+        inside = {name: inner for name, inner in present.items() if not part or f"{name}.".startswith(f"{part}.")}
+        _set_implementation(context, kinds, inside)
     mark_applied(module, context=context)
     if registered:
         module.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
@@ -289,7 +298,7 @@ def _check_tokens(context: Context, out: Any) -> None:
     """
     tokens = sum(stop - start for start, stop in context.local_runs())
     # routers flatten batch and tokens
-    ignored = ("router_logits", "past_key_values")
+    ignored = ("router_logits", "past_key_values", "image_hidden_states", "audio_hidden_states")
     checked = {key: value for key, value in out.items() if key not in ignored} if isinstance(out, dict) else out
     for leaf in private.tree_leaves(checked):
         floating = isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point

@@ -2,7 +2,9 @@
 sequence.
 
 [B, S, ..] tensors    local tokens of dim 1
-position ids          local tokens; where they restart, another document begins (packed sequences)
+position ids          local tokens; where they restart, another document begins (packed sequences). Of several axes
+                      [3 or 4, B, S] the first of four says where documents begin
+rows of marked tokens those of local tokens: [marked, ..], beside the mask [B, S] that marks them
 padding mask [B, S]   becomes documents too: no token attends to padding
 labels [B, S]         shifted first, under causal attention: the target of a token may be on another rank
 """
@@ -30,19 +32,22 @@ from parallelize.state.local_config import LocalConfig, full_config
 
 T = torch.Tensor
 _OTHER_CACHES = ("past_key_value", "cache_params")
-_CACHES = ("past_key_values", *_OTHER_CACHES)
+CACHES = ("past_key_values", *_OTHER_CACHES)
 IGNORED = -100
+_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
+"""Arguments that have a row for each token that another one marks."""
 
 
 class ContextInputs:
     """Splits the inputs of one model.
 
     Args:
-        root: the model.
+        root: the model, or the part of it at whose call sequences are sharded.
         plan: names the argument for positions, and whether it marks packed documents.
+        checks_positions: whether positions must be an argument. has_cache: whether a call may have a cache.
     """
 
-    def __init__(self, root: nn.Module, plan: Plan):
+    def __init__(self, root: nn.Module, plan: Plan, *, checks_positions: bool = True, has_cache: bool = True):
         self.positions = "" if plan.positions == "none" else plan.positions
         self.name, self.form = type(root).__name__, BatchForm(root, positions=self.positions)
         parameters = self.form.signature.parameters
@@ -53,9 +58,9 @@ class ContextInputs:
         # other models are called without masks, so packed documents mean nothing there
         self.has_masks = is_registered(stock_model(root))
         self.packs = plan.packing == "positions" and self.has_masks
-        self.may_cache = self.has_masks and self.takes_cache and "past_key_values" in parameters
+        self.may_cache = has_cache and self.has_masks and self.takes_cache and "past_key_values" in parameters
         self.slices_logits = KEEP in parameters
-        if self.positions and self.positions not in parameters:
+        if checks_positions and self.positions and self.positions not in parameters:
             what = (
                 f"{self.name}.forward takes no {self.positions!r}, so it would not know the positions of local tokens"
             )
@@ -79,21 +84,37 @@ class ContextInputs:
         layout = context.layout_of(new) if cached is None else cached.layout
         self._refuse(batch, cached)
         if cached is None:
-            _refuse_short(layout)
+            refuse_short(layout)
         self._begin(context, batch, call, layout.full, cached)
         if call.get("labels") is not None:
-            kind = label_loss(root, call["labels"])
-            if not (kind.takes_shifted and kind.divides and self.takes_more and context.is_causal):
-                raise _labels_refused(self.name)
-            call |= self._labels(context, kind.targets(call["labels"], batch.mask), call, new)
+            call |= self.labels_of_call(context, root, batch, new)
         if cached is None or cached.splits:
-            rank = context.group.rank
-            for name, value in call.items():
-                call[name] = value if name in _CACHES else local_tokens(value, layout, rank)
-        if context.has_gathered and self.takes_mask:
+            self._shard(call, layout, context.group.rank)
+        if context.has_gathered and self.takes_mask and not isinstance(batch.mask, dict):
             call[MASK] = mask_of_model(context, call, layout.full)
         self._set_cache(call, cached, context, _device(batch))
         return *batch.call(call), cached
+
+    def _shard(self, call: dict[str, Any], layout: SequenceLayout, rank: int) -> None:
+        """Replace full sequences by the local tokens."""
+        for name, marks in _MARKED.items():
+            mask = call.get(marks)
+            if mask is not None and call.get(name) is not None:
+                call[name] = _rows_of_local_tokens(call[name], mask, layout, rank)
+        for name, value in call.items():
+            if name == self.positions and isinstance(value, T) and value.ndim == 3:
+                call[name] = select_tokens(value, layout, rank, 2)
+            elif name not in CACHES and name not in _MARKED:
+                call[name] = local_tokens(value, layout, rank)
+
+    def labels_of_call(self, context: Context, root: nn.Module, batch: InputBatch, full: int) -> dict[str, Any]:
+        """What the stock loss of causal models needs to compute this rank's part of the mean over all data ranks, in
+        full sequences. Raises: ModelError `labels-over-cp`."""
+        call = batch.inputs
+        kind = label_loss(root, call["labels"])
+        if not (kind.takes_shifted and kind.divides and self.takes_more and context.is_causal):
+            raise _labels_refused(self.name)
+        return {**self._labels(context, kind.targets(call["labels"], batch.mask), call, full), "labels": call["labels"]}
 
     def _set_cache(
         self, call: dict[str, Any], cached: CachedCall | None, context: Context, device: torch.device
@@ -112,8 +133,8 @@ class ContextInputs:
     ) -> None:
         """Set positions in the full sequence, and turn positions and padding mask into documents, which replace the
         mask."""
-        mask, positions = batch.mask, batch.positions
-        packed = positions if self.packs and mask is None and (cached is None or cached.cache is None) else None
+        mask, positions = batch.mask if isinstance(batch.mask, T) else None, _of_documents(batch.positions)
+        packed = positions if self._may_pack(batch.positions) and mask is None and (cached is None or cached.cache is None) else None
         documents = documents_of(packed, mask)
         if cached is None:
             marked = documents is not None
@@ -121,26 +142,30 @@ class ContextInputs:
         else:
             check_mask(mask, full)
             context.begin(full, documents, cached.cache, cached.splits)
-        if self.positions and positions is None:
+        if self.positions and batch.positions is None:
             counted = call.get(self.positions_from) if self.positions_from else None
             call[self.positions] = _default_positions(counted, full, _device(batch))[:, full - batch.length :]
-        if MASK in call:
+        if MASK in call and not isinstance(call[MASK], dict):
             call[MASK] = None
+
+    def _may_pack(self, positions: T | None) -> bool:
+        """Whether the model looks for documents in positions: those of four axes say where they begin, of three not."""
+        return self.has_masks and (self.packs if positions is None or positions.ndim == 2 else len(positions) == 4)
 
     def _refuse(self, batch: InputBatch, cached: CachedCall | None) -> None:
         call, mask, new = batch.inputs, batch.mask, batch.length
-        if mask is not None and not (isinstance(mask, T) and mask.ndim == 2 and self.has_masks):
+        is_made = isinstance(mask, dict) and context.makes_masks  # of all tokens, by the model around a part
+        if mask is not None and not is_made and not (isinstance(mask, T) and mask.ndim == 2 and self.has_masks):
             fix = "a padding mask [batch, tokens] of a model of transformers, or none"
             raise ModelError(Problem("given-mask", "this kind of attention mask is not supported over cp", fix=fix))
-        names = _CACHES if cached is None else _OTHER_CACHES
+        names = CACHES if cached is None else _OTHER_CACHES
         if any(call.get(name) is not None for name in names) or (cached is None and call.get("use_cache")):
             raise cache_refused(f"this key/value cache of {self.name}")
         keep = call.get(KEEP)
         if cached is None and (isinstance(keep, T) or keep):
-            what = "logits_to_keep counts from the end of the sequence, which is on one rank"
-            raise ModelError(Problem("one-row", what, fix="use_cache=True, or slice gather_sequence(model, logits)"))
+            raise one_row()
         positions = batch.positions
-        if positions is not None and (positions.ndim != 2 or positions.shape[1] != new):
+        if positions is not None and not (positions.shape[-1] == new and _has_axes(positions)):
             what = f"{self.positions} {list(positions.shape)} for sequences of {new} tokens"
             raise ShapeError(Problem("bad-position-ids", what, fix=f"[1 or batch, {new}], for the full sequence"))
 
@@ -165,13 +190,36 @@ def _default_positions(mask: T | None, full: int, device: torch.device) -> T:
     return mask.cumsum(1) * mask - 1
 
 
+def _has_axes(positions: T) -> bool:
+    """Whether positions are [1 or batch, S], or those of several axes [3 or 4, batch, S]."""
+    return positions.ndim == 2 or (positions.ndim == 3 and len(positions) in (3, 4))
+
+
+def _of_documents(positions: T | None) -> T | None:
+    """The positions that say where documents begin: of several axes the first."""
+    return positions[0] if positions is not None and positions.ndim == 3 else positions
+
+
+def _rows_of_local_tokens(rows: Any, mask: T, layout: SequenceLayout, rank: int) -> Any:
+    """Those of the local tokens, of every tensor [marked tokens, ..]. mask: [B, S], which tokens are marked."""
+    numbers = mask.flatten().cumsum(0).view(mask.shape) - 1
+    local = select_tokens(numbers, layout, rank, 1)[select_tokens(mask, layout, rank, 1).bool()]
+    return private.tree_map(lambda leaf: leaf[local] if isinstance(leaf, T) else leaf, rows)
+
+
+def one_row() -> ModelError:
+    """The error of a call that asks for the logits of the last tokens."""
+    what = "logits_to_keep counts from the end of the sequence, which is on one rank"
+    return ModelError(Problem("one-row", what, fix="use_cache=True, or slice gather_sequence(model, logits)"))
+
+
 def _labels_refused(name: str) -> ModelError:
     what = f"the loss of {name} is not the sum over next tokens, the only loss that is known to be a sum over ranks"
     fix = "ParallelModel.step(..., targets=...), or parallelize.cross_entropy(logits, targets, mesh=mesh)"
     return ModelError(Problem("labels-over-cp", what, fix=fix))
 
 
-def _refuse_short(layout: SequenceLayout) -> None:
+def refuse_short(layout: SequenceLayout) -> None:
     """Refuse sequences that would leave a rank without a token: stock forwards do not run on empty inputs."""
     empty = [rank for rank in range(layout.size) if not layout.of_rank(rank)]
     if empty:

@@ -54,7 +54,7 @@ def check_masks(attention: dict[str, str], modules: dict[str, nn.Module]) -> Non
     if set(attention.values()) == {GATHERED}:
         return
     for fqn, kind in attention.items():
-        needs = [m for m in modules[fqn].modules() if _attends(m)] if kind == GATHERED and fqn in modules else []
+        needs = [m for m in modules[fqn].modules() if takes_registered_attention(m)] if kind == GATHERED and fqn in modules else []
         if needs:
             what = (
                 f"{fqn} is gathered, and a {type(needs[0]).__name__} in it takes a mask of the full sequence, which is "
@@ -76,7 +76,7 @@ def check_overlap(attention: dict[str, str], modules: dict[str, nn.Module]) -> N
             raise ModelError(Problem("gathered-overlap", what, fix=fix))
 
 
-def _attends(module: nn.Module) -> bool:
+def takes_registered_attention(module: nn.Module) -> bool:
     """Whether a module takes its attention, and so its masks, from the registry of `transformers`."""
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names

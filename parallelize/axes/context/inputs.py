@@ -82,7 +82,7 @@ class ContextInputs:
         call, new = dict(batch.inputs), batch.length
         cached = cached_call(context, root, call, new) if self.may_cache else None
         layout = context.layout_of(new) if cached is None else cached.layout
-        self._refuse(batch, cached)
+        self._refuse(context, batch, cached)
         if cached is None:
             refuse_short(layout)
         self._begin(context, batch, call, layout.full, cached)
@@ -152,7 +152,7 @@ class ContextInputs:
         """Whether the model looks for documents in positions: those of four axes say where they begin, of three not."""
         return self.has_masks and (self.packs if positions is None or positions.ndim == 2 else len(positions) == 4)
 
-    def _refuse(self, batch: InputBatch, cached: CachedCall | None) -> None:
+    def _refuse(self, context: Context, batch: InputBatch, cached: CachedCall | None) -> None:
         call, mask, new = batch.inputs, batch.mask, batch.length
         is_made = isinstance(mask, dict) and context.makes_masks  # of all tokens, by the model around a part
         if mask is not None and not is_made and not (isinstance(mask, T) and mask.ndim == 2 and self.has_masks):

@@ -38,6 +38,7 @@ from parallelize.tools.derivation.plan_text import Heading, Sections, has_width,
 from parallelize.tools.derivation.proof import Proof, provable, prove, prove_in_evaluation
 from parallelize.tools.derivation.region_search import ProposedRegion, find_regions, layer_lists
 from parallelize.tools.derivation.small_model import check_subject, explained, in_dtype_of, small_model
+from parallelize.tools.derivation.text_attention import proposed_attention
 
 log = logging.getLogger("parallelize")
 
@@ -111,6 +112,10 @@ def derive_plan(
             tell("recording one forward")
             record = record_forward(subject, inputs)
         return _Derivation(source, subject, record, tp, tell).run(verified)
+
+
+_CP = 2
+"""The ranks of `cp` of a proof."""
 
 
 class _Derivation:
@@ -212,6 +217,17 @@ class _Derivation:
         styles = {name: style for region in regions for name, style in region.styles.items()}
         return replace(self._restyled(draft, styles), regions=[region.section for region in regions])
 
+    def _with_attention(self, draft: Draft) -> Draft:
+        """The draft with the attention of a text beside images or sounds over `cp`, if that is proven too."""
+        for kinds in proposed_attention(self.model):
+            wider = replace(draft, attention=dict(kinds))
+            self.tell(f"proving it on cp={_CP}")
+            again = prove(self.source, self._plan_of(wider), _CP, "cp")
+            if again.ok:
+                return wider
+            log.debug("not proven: %s", again)
+        return draft
+
     def _restyled(self, draft: Draft, styles: Mapping[str, str]) -> Draft:
         """The draft with these styles too. Of linears of no pair, it knows which are gathered now, and which are
         whole."""
@@ -287,6 +303,7 @@ class _Derivation:
         whole = {**draft.whole, **other_matrices(self.analysis, self.model, draft.styles)}
         lists = [] if draft.regions else layer_lists(self.record, self.model)
         draft = replace(draft, whole=with_advice(self.model, whole), layers=lists[0] if len(lists) == 1 else "")
+        draft = draft if proof is None else self._with_attention(draft)
         text = _text(self.source, self.model, draft, str(proof or "not proven (--no-verify)"), self.allow)
         return Derived(self._plan(text), text, draft.whole, _share(self.model, draft), proof, self.model)
 
@@ -352,6 +369,7 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
         gathered=draft.gathered,
         by_tensor=draft.by_tensor,
         layers=draft.layers,
+        attention=draft.attention,
     )
     return plan_text(
         Heading(about, model_type, "" if model_type else type(model).__name__, base), sections, names_of(model)

@@ -53,6 +53,7 @@ class Draft:
         gathered: of linears whose output is gathered, why no pair takes them.
         by_tensor: modules whose forwards need what is local in full too.
         layers: the list of layers, where no region names it.
+        attention: over `cp`: the kind of each module that mixes the tokens of the text.
     """
 
     default: str = "replicate"
@@ -65,6 +66,7 @@ class Draft:
     below: list[str] = field(default_factory=list)
     by_tensor: frozenset[str] = frozenset()
     layers: str = ""
+    attention: dict[str, str] = field(default_factory=dict)
 
 
 class Drafting:

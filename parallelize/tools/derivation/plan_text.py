@@ -44,7 +44,7 @@ class Heading:
 class Sections:
     """The content of a plan file, by names of modules. `whole`: why linears are not sharded. `gathered`: or not in a
     pair. `by_tensor`: modules whose code needs what is local in full too. `layers`: the list that stages, ZeRO and
-    recompute divide, where no region names it."""
+    recompute divide, where no region names it. `attention`: kinds of attention over `cp`."""
 
     styles: Mapping[str, str]
     sizes: Mapping[str, str | int]
@@ -57,6 +57,7 @@ class Sections:
     gathered: Mapping[str, str] = field(default_factory=dict)
     by_tensor: frozenset[str] = frozenset()
     layers: str = ""
+    attention: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_text(heading: Heading, sections: Sections, names: Sequence[str]) -> str:
@@ -82,6 +83,8 @@ def plan_text(heading: Heading, sections: Sections, names: Sequence[str]) -> str
     lines.append("tensor_parallel:")
     lines += _rules(sections, names)
     lines += _local(sections, names)
+    kinds = pattern_rules(_readable(sections.attention), map(readable, names))
+    lines += ["attention:", *(f"  {as_scalar(pattern)}: {kind}" for pattern, kind in kinds.items())] if kinds else []
     lines += (
         [f"allow: {sections.allow}  # such a line is not reached, or what it reads was proven"]
         if sections.allow

@@ -76,8 +76,8 @@ def prove_in_evaluation(source: ModelSource, plan: Plan | None, tp: int) -> Proo
         return None
 
 
-def prove(source: ModelSource, plan: Plan | None, tp: int, **options: Any) -> Proof:
-    """Compare a training step on `tp` ranks in this process with the unsharded one, in float64.
+def prove(source: ModelSource, plan: Plan | None, tp: int, axis: str = "tp", **options: Any) -> Proof:
+    """Compare a training step on `tp` ranks of an axis in this process with the unsharded one, in float64.
 
     Where the difference is larger than the bound and as small as rounding, the step is repeated with other and smaller
     weights. All of its numbers must then be within the bound. options: of `verify`.
@@ -87,7 +87,7 @@ def prove(source: ModelSource, plan: Plan | None, tp: int, **options: Any) -> Pr
     """
     for seed, gain in _ATTEMPTS:
         try:
-            result = verify(source, plan, f"tp={tp}", full_size=True, seed=seed, gain=gain, trace=False, **options)
+            result = verify(source, plan, f"{axis}={tp}", full_size=True, seed=seed, gain=gain, trace=False, **options)
         except ParallelizeError as error:
             if _OF_THE_MODEL & set(error.slugs):
                 raise
@@ -103,7 +103,7 @@ def prove(source: ModelSource, plan: Plan | None, tp: int, **options: Any) -> Pr
         slugs = (difference.slug,) if difference.slug else ()  # a model that is refused is not computed wrongly
         return Proof(False, str(difference), difference.module, slugs, largest)
     modes = ", ".join(dict.fromkeys(row.mode for row in result.rows))
-    text = f"proven on tp={tp} ({modes}): loss and every gradient within {largest:.0e} of the unsharded model's"
+    text = f"proven on {axis}={tp} ({modes}): loss and every gradient within {largest:.0e} of the unsharded model's"
     return Proof(True, text, error=largest)
 
 

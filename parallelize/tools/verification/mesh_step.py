@@ -126,12 +126,12 @@ class _RankModel:
                 errors.add("input gradients", error_of(grad, expected))
 
     def _gradient_over_cp(self, grad: T, of_inputs: bool) -> T:
-        """The gradient over all ranks of cp: of inputs a sum, because each rank has all tokens; else a
-        concatenation."""
+        """The gradient over all ranks of cp: a sum where each rank has all tokens, as of inputs, and of embeddings beside a
+        tower; else a concatenation."""
         context = context_of(self.model)
         if context is None:
             return grad
-        if not of_inputs:
+        if not of_inputs and grad.shape[1:2] != (context.length,):
             return gather_tokens(self.model, grad)
         context.group.all_reduce(grad := grad.clone())
         return grad

@@ -20,6 +20,7 @@ from parallelize.plan.adapters import prompt_encoders, with_prompts
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import matches
 from parallelize.plan.schema import LONGEST_LIST, Cuts, Plan
+from parallelize.plan.text_part import is_head, later_features, text_part
 
 Costs = Mapping[str, float] | Sequence[float]
 Assignment = Sequence[Sequence[str]]
@@ -165,6 +166,8 @@ def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
         every = set(cuts.every)
         first, last = (tuple(name for name in names if name not in every) for names in (before, after))
         cuts = replace(cuts, first=first, last=last)
+    if not cuts.skips:
+        cuts = replace(cuts, skips=later_features(model, _children(cuts.layers, model)))
     return with_prompts(cuts, model, _children(cuts.layers, model)[-1])
 
 
@@ -180,6 +183,9 @@ def longest_list(model: ModelFacts) -> str:
         if last.isdigit():
             lists[parent] = lists.get(parent, 0) + 1
     lists = lists or _dicts_of_layers(model)
+    text = text_part(model)
+    if text:  # of a model with a tower, the layers of the text
+        lists = {name: size for name, size in lists.items() if _within(name, text)}
     outer = [name for name in lists if not any(name.startswith(other + ".") for other in lists if other)]
     if not outer:
         fix = "write `pipeline: {layers: ...}` in the plan, or assign modules to stages"
@@ -209,11 +215,16 @@ def _modules_around(layers: str, model: ModelFacts) -> tuple[list[str], list[str
     before: list[str] = []
     after: list[str] = []
     parent, child = layers.rpartition(".")[0], layers
+    text = text_part(model)
     while True:
         siblings = _children(parent, model)
         index = siblings.index(child)
-        before = [name for name in siblings[:index] if _has_parameters(name, model)] + before
-        after = after + [name for name in siblings[index + 1 :] if _has_parameters(name, model)]
+        after_it = siblings[index + 1 :]
+        if text and child == text:  # whatever is beside the text, but for a head, makes what the text is called with
+            after_it = [name for name in after_it if is_head(name, model)]
+        others = [name for name in siblings if name != child and name not in after_it]
+        before = [name for name in others if _has_parameters(name, model)] + before
+        after = after + [name for name in after_it if _has_parameters(name, model)]
         if not parent:
             return before, after
         parent, child = parent.rpartition(".")[0], parent

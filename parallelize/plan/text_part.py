@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from parallelize.base.errors import PlanError, Problem, did_you_mean
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.schema import Plan
@@ -32,6 +34,25 @@ def sequence_module(plan: Plan, model: ModelFacts) -> str:
         what = f"`sequences: {plan.sequences}` names no module of {type(model.root).__name__}"
         raise PlanError(Problem("unknown-module", what, plan.source, fix=did_you_mean(plan.sequences, model.modules)))
     return plan.sequences
+
+
+def is_head(name: str, model: ModelFacts) -> bool:
+    """Whether a module is the head that returns logits."""
+    head = getattr(model.root, "get_output_embeddings", lambda: None)()
+    return head is not None and model.objects.get(name) is head
+
+
+def later_features(model: ModelFacts, layers: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """(tower, layer) where features of a tower's inner layers are added to the outputs of the first layers of the text,
+    one after each: the last of these layers. [Meng et al., DeepStack, arXiv:2406.04334]
+    """
+    vision = getattr(getattr(model.root, "config", None), "vision_config", None)
+    count = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    tower = next((name for name, inner in model.objects.items() if _config_of(inner) is vision), "")
+    if not count or not tower or not text_part(model):
+        return ()
+    # what is added after a layer is added in the stage of the next one, where that begins a stage
+    return ((tower, layers[min(count, len(layers) - 1)]),)
 
 
 def _config_of(module: object) -> object:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from parallelize.axes.batch.media_rows import Bounds, MediaRows, rows_between
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.models.nested_tensors import attributes_of
@@ -46,6 +47,7 @@ class BatchForm:
         self.names = [name for name, p in self.signature.parameters.items() if p.kind in kinds][1:]
         self.whole = _named_whole(whole)
         self.positions, self.no_cache = positions, cache_off(module)
+        self.media = MediaRows(module)
 
     def batch(self, args: tuple, kwargs: dict[str, Any], targets: Any = None) -> InputBatch:
         """The description of one call. Nothing is read but shapes."""
@@ -119,8 +121,17 @@ class InputBatch:
 
     @cached_property
     def rows(self) -> RowInputs:
-        """Which of the inputs and targets have an entry for each sequence. Raises: ShapeError `no-inputs`."""
-        return row_inputs({**self.inputs, TARGETS: self.targets}, self.first, self.form.whole)
+        """Which of the inputs and targets have an entry for each sequence. Raises: ShapeError `no-inputs`,
+        `unclear-images`."""
+        rows = row_inputs({**self.inputs, TARGETS: self.targets}, self.first, self.form.whole)
+        leaves = {
+            name: [Leaf(name, self.inputs[name], IMAGES, bounds)]
+            for name, bounds in self.form.media.bounds(self.inputs, self.form.whole).items()
+        }
+        positions = self.positions
+        if isinstance(positions, T) and positions.ndim == 3 and positions.shape[1] == rows.size:
+            leaves[self.form.positions] = [Leaf(self.form.positions, positions, AXES)]
+        return rows.replaced(leaves)
 
     @cached_property
     def length(self) -> int:
@@ -190,7 +201,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 FIRST = ("input_ids", "inputs_embeds")
 """Names of `transformers` for what a model is called with."""
-ROWS, WHOLE, UNCLEAR = "rows", "whole", "unclear"
+ROWS, WHOLE, UNCLEAR, IMAGES, AXES = "rows", "whole", "unclear", "images", "axes"
 TARGETS = "targets"
 
 
@@ -200,15 +211,22 @@ class Leaf:
 
     Attributes:
         name: of the input, or "targets". kind: whether it has an entry for each sequence (`ROWS`), or is the same for
-            all (`WHOLE`); `UNCLEAR` if either may be.
+            all (`WHOLE`); `UNCLEAR` if either may be. It has rows of the images of each sequence (`IMAGES`), or the
+            sequences are in dim 1 (`AXES`, of positions of several axes).
+        bounds: of `IMAGES`.
     """
 
     name: str
     value: Any
     kind: str
+    bounds: Bounds = ()
 
     def part(self, start: int, stop: int) -> Any:
-        """What it has for the sequences from `start` to `stop`."""
+        """What it has for the sequences from `start` to `stop`. None: they have no images."""
+        if self.kind == IMAGES:
+            return rows_between(self.value, self.bounds, start, stop)
+        if self.kind == AXES:
+            return self.value.narrow(1, start, stop - start)
         if self.kind != ROWS:
             return self.value
         return self.value.narrow(0, start, stop - start) if isinstance(self.value, T) else self.value[start:stop]
@@ -225,6 +243,10 @@ class RowInputs:
 
     size: int
     inputs: Mapping[str, tuple[list[Leaf], Any]]
+
+    def replaced(self, leaves: Mapping[str, list[Leaf]]) -> RowInputs:
+        """The same with other leaves of tensors."""
+        return RowInputs(self.size, {name: (leaves.get(name, old), form) for name, (old, form) in self.inputs.items()})
 
     def part(self, start: int, stop: int) -> dict[str, Any]:
         """The inputs, and the "targets", for the sequences from `start` to `stop`."""

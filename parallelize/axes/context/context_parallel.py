@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.axes.batch.input_batch import InputBatch
+from parallelize.axes.batch.media_rows import TOWER_OUTPUTS
 from parallelize.axes.context.cached_calls import CachedCall, logits_on_every_rank
 from parallelize.axes.context.forward_state import Context, ContextAttention, attention_of, context_of
 from parallelize.axes.context.gathered_modules import GATHERED, check_masks, check_overlap, install_gathered
@@ -298,7 +299,7 @@ def _check_tokens(context: Context, out: Any) -> None:
     """
     tokens = sum(stop - start for start, stop in context.local_runs())
     # routers flatten batch and tokens
-    ignored = ("router_logits", "past_key_values", "image_hidden_states", "audio_hidden_states")
+    ignored = ("router_logits", "past_key_values", *TOWER_OUTPUTS)
     checked = {key: value for key, value in out.items() if key not in ignored} if isinstance(out, dict) else out
     for leaf in private.tree_leaves(checked):
         floating = isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point

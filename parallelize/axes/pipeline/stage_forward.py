@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.axes.batch.media_rows import TOWER_OUTPUTS
 from parallelize.axes.pipeline.absent_parameters import AbsentParameters
 from parallelize.axes.pipeline.transport import Nested, StageHeader
 from parallelize.axes.tensor.region import Region
@@ -151,7 +152,7 @@ class StageRunner:
                 raise self._order(first, "is never called")
             if now.end is None and stop < len(self.units):
                 raise self._order(stop, "is never called, so the stage has no end")
-            outcome = Outcome(output=result, header=StageHeader(Nested((), None)))
+            outcome = Outcome(output=_without_towers(result) if stage else result, header=StageHeader(Nested((), None)))
             if now.end is not None:
                 outcome = self._package(stage, now.end, now)
             if make_header and (stage or read):
@@ -195,7 +196,7 @@ class StageRunner:
         out = unit_call.inside(args, kwargs)
         unit = self.units[index]
         if unit in self._last_user:
-            now.skips[unit] = out
+            now.skips[unit] = _copy_of(out)
         if now.make_header:
             now.outputs[unit] = Nested.of(out)[0]
         return out
@@ -219,7 +220,7 @@ class StageRunner:
             raise self._order(index, f"is called after {self.units[now.first]}")
         if unit in now.content["skips"]:
             torch.set_grad_enabled(now.grad)  # for what is computed from it; all else before the first unit is constant
-            return now.content["skips"][unit]
+            return _copy_of(now.content["skips"][unit])
         assert now.header is not None
         known = now.header.outputs.get(unit)
         if known is None and not self._skips():
@@ -352,6 +353,20 @@ def carried_arguments(
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in private.tree_leaves(value)):
             carried.add(key)
     return {key: value for key, value in call.items() if key in carried}
+
+
+def _copy_of(out: Any) -> Any:
+    """The same tensors in other containers, which the forward may write to."""
+    return private.tree_map(lambda leaf: leaf, out)
+
+
+def _without_towers(output: Any) -> Any:
+    """The output of a model without what a tower returned, which the first stage has alone."""
+    if isinstance(output, dict):
+        for name in TOWER_OUTPUTS:
+            if output.get(name) is not None:
+                output[name] = None
+    return output
 
 
 _CPU = torch.device("cpu")

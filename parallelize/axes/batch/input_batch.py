@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.axes.batch.media_rows import Bounds, MediaRows, rows_between
+from parallelize.axes.batch.media_rows import Bounds, MediaForm, MediaRows
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.models.nested_tensors import attributes_of
@@ -47,7 +47,7 @@ class BatchForm:
         self.names = [name for name, p in self.signature.parameters.items() if p.kind in kinds][1:]
         self.whole = _named_whole(whole)
         self.positions, self.no_cache = positions, cache_off(module)
-        self.media = MediaRows(module)
+        self.media = MediaForm(module)
 
     def batch(self, args: tuple, kwargs: dict[str, Any], targets: Any = None) -> InputBatch:
         """The description of one call. Nothing is read but shapes."""
@@ -126,12 +126,17 @@ class InputBatch:
         rows = row_inputs({**self.inputs, TARGETS: self.targets}, self.first, self.form.whole)
         leaves = {
             name: [Leaf(name, self.inputs[name], IMAGES, bounds)]
-            for name, bounds in self.form.media.bounds(self.inputs, self.form.whole).items()
+            for name, bounds in self.rows_of_media.bounds(self.inputs, self.form.whole).items()
         }
         positions = self.positions
         if isinstance(positions, T) and positions.ndim == 3 and positions.shape[1] == rows.size:
             leaves[self.form.positions] = [Leaf(self.form.positions, positions, AXES)]
         return rows.replaced(leaves)
+
+    @cached_property
+    def rows_of_media(self) -> MediaRows:
+        """Which images, videos and sounds belong to which sequence."""
+        return self.form.media.of_batch(self.inputs)
 
     @cached_property
     def length(self) -> int:
@@ -219,12 +224,12 @@ class Leaf:
     name: str
     value: Any
     kind: str
-    bounds: Bounds = ()
+    bounds: Bounds | None = None
 
     def part(self, start: int, stop: int) -> Any:
         """What it has for the sequences from `start` to `stop`. None: they have no images."""
-        if self.kind == IMAGES:
-            return rows_between(self.value, self.bounds, start, stop)
+        if self.bounds is not None:
+            return self.bounds.rows_between(self.value, start, stop)
         if self.kind == AXES:
             return self.value.narrow(1, start, stop - start)
         if self.kind != ROWS:

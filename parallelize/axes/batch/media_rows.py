@@ -19,8 +19,26 @@ from parallelize.base.errors import Problem, ShapeError
 from parallelize.plan.models.wrapped_models import stock_model
 
 T = torch.Tensor
-Bounds = tuple[int, ...]
-"""For each sequence the index of its first row, and one past the last row of all."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The rows of each text in an input.
+
+    Attributes:
+        rows: for each text the index of its first row, and one past the last row of all.
+        tokens: the same of the tokens that stand for them.
+    """
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    def rows_between(self, value: T, start: int, stop: int) -> T | None:
+        """The rows of the texts from `start` to `stop`; None where they have none."""
+        if self.tokens[start] == self.tokens[stop]:
+            return None
+        return value.narrow(0, self.rows[start], self.rows[stop] - self.rows[start])
+
 
 TOWER_OUTPUTS = ("image_hidden_states", "video_hidden_states", "audio_hidden_states")
 """Fields of a model's output with what a tower returns, which has no dim of tokens."""
@@ -69,62 +87,84 @@ _MEDIA = (
 )
 
 
-class MediaRows:
-    """Finds the rows of images, videos and sounds of each text. module: the root of the model."""
+class MediaForm:
+    """How a model takes images, videos and sounds. module: its root."""
 
     def __init__(self, module: nn.Module):
-        self.config: Any = getattr(stock_model(module), "config", None)
+        config: Any = getattr(stock_model(module), "config", None)
+        self.vision = getattr(config, "vision_config", None)
+        merged = getattr(self.vision, "spatial_merge_size", None) or getattr(config, "spatial_merge_size", None)
+        self.merged = int(merged or 1)
+        named = ((medium, (getattr(config, name, None) for name in medium.tokens)) for medium in _MEDIA)
+        ids = ((medium, next((id for id in values if type(id) is int), None)) for medium, values in named)
+        self.token_ids = {medium: id for medium, id in ids if id is not None}
 
-    def bounds(self, inputs: Mapping[str, Any], skipped: Mapping[str, bool]) -> dict[str, Bounds]:
-        """The bounds of each input of a batch that has rows of images.
+    def of_batch(self, inputs: Mapping[str, Any]) -> MediaRows:
+        """What the texts of a batch contain. inputs: of the model, by name.
 
-        Args:
-            inputs: of the model, by name. skipped: names that the caller has said how to split.
-
-        Raises: ShapeError `unclear-images`.
-        Cost: on an accelerator it waits for the ids, where there is such an input.
+        Cost: on an accelerator it waits for the ids, where there are images or sounds.
         """
         ids = inputs.get("input_ids")
+        tokens = {}
+        if isinstance(ids, T) and ids.ndim == 2 and not ids.is_meta:
+            for medium, token in self.token_ids.items():
+                if isinstance(inputs.get(medium.features), T):
+                    tokens[medium] = tuple(ids.eq(token).sum(1).tolist())
+        return MediaRows(self, tokens)
+
+
+@dataclass(frozen=True)
+class MediaRows:
+    """The images, videos and sounds of a batch. tokens: by medium, how many of each text stand for them."""
+
+    form: MediaForm
+    tokens: Mapping[_Medium, tuple[int, ...]]
+
+    def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
+        """Of each medium, the tokens of the texts from `start` to `stop`."""
+        return tuple(sum(counts[start:stop]) for counts in self.tokens.values())
+
+    def bounds(self, inputs: Mapping[str, Any], skipped: Mapping[str, bool]) -> dict[str, Bounds]:
+        """The bounds of each input that has rows of images.
+
+        Args:
+            inputs: of the model, by name. skipped: names of which the caller has said how they are split.
+
+        Raises: ShapeError `unclear-images`.
+        """
         found: dict[str, Bounds] = {}
-        if not isinstance(ids, T) or ids.ndim != 2 or ids.is_meta:
-            return found
-        for medium in _MEDIA:
-            token = next((id for name in medium.tokens if type(id := getattr(self.config, name, None)) is int), None)
+        for medium, tokens in self.tokens.items():
             rows = {name: value for name in medium.inputs if isinstance(value := inputs.get(name), T)}
-            if token is None or medium.features not in rows or rows.keys() & skipped.keys():
-                continue
-            found |= self._of_medium(medium, rows, ids.eq(token).sum(1).tolist())
+            if not rows.keys() & skipped.keys():
+                found |= self._of_medium(medium, rows, tokens)
         return found
 
-    def _of_medium(self, medium: _Medium, rows: Mapping[str, T], tokens: list[int]) -> dict[str, Bounds]:
+    def _of_medium(self, medium: _Medium, rows: Mapping[str, T], tokens: Sequence[int]) -> dict[str, Bounds]:
         """The bounds of each input of one medium. tokens: of each text, how many stand for its images."""
         features, grid = rows[medium.features], rows.get(medium.grid)
+        before = (0, *accumulate(tokens))
         if features.ndim == 5 and len(features) == len(tokens):  # [batch, images of a text, ..]
-            return {}
-        of_images = self._tokens_of_images(medium, rows, sum(tokens))
+            each = Bounds(tuple(range(len(tokens) + 1)), before)
+            return {name: each for name, value in rows.items() if len(value) == len(tokens)}
+        of_images = self._tokens_of_images(medium, rows, before[-1])
         images = _bounds_of_texts(of_images, tokens)
         if images is None:
-            what = f"{medium.features} {list(features.shape)} has images of {of_images[:8]} tokens, and texts have {tokens[:8]}"
-            fix = 'whole={"%s": False} if there is one image a text, in order' % medium.features
+            shown = f"{medium.features} {list(features.shape)} has images of {of_images[:8]} tokens"
+            what = f"{shown}, and the texts have {list(tokens[:8])}"
+            fix = "features of all images in the order of their texts; or one microbatch"
             raise ShapeError(Problem("unclear-images", what, fix=fix))
-        patches = images
-        if grid is not None:
-            starts = (0, *accumulate(grid.prod(-1).tolist()))
-            patches = tuple(starts[image] for image in images)
-        return {
-            name: images if len(value) == images[-1] else patches
-            for name, value in rows.items()
-            if len(value) in (images[-1], patches[-1])
-        }
+        starts = range(images[-1] + 1) if grid is None else (0, *accumulate(grid.prod(-1).tolist()))
+        patches = tuple(starts[image] for image in images)
+        bounds = {patches[-1]: Bounds(patches, before), images[-1]: Bounds(images, before)}
+        return {name: bounds[len(value)] for name, value in rows.items() if len(value) in bounds}
 
     def _tokens_of_images(self, medium: _Medium, rows: Mapping[str, T], total: int) -> list[int]:
         """The number of tokens of each image: by its grid or size, else the same for all."""
-        vision = getattr(self.config, "vision_config", None)
-        merged = int(getattr(vision, "spatial_merge_size", None) or getattr(self.config, "spatial_merge_size", 1))
+        merged = self.form.merged
         if medium.grid in rows:
             return [count // merged**2 for count in rows[medium.grid].prod(-1).tolist()]
-        side = merged * int(getattr(vision, "patch_size", 1)) if medium.sizes in rows else 0
-        if side:
+        if medium.sizes in rows:
+            side = merged * int(getattr(self.form.vision, "patch_size", 1))
             by_size = [(height // side) * (width // side) for height, width in rows[medium.sizes].tolist()]
             if sum(by_size) == total:
                 return by_size
@@ -132,7 +172,7 @@ class MediaRows:
         return [total // images] * images if images else []
 
 
-def _bounds_of_texts(of_images: Sequence[int], tokens: Sequence[int]) -> Bounds | None:
+def _bounds_of_texts(of_images: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...] | None:
     """The index of the first image of each text; None: texts and images do not have the same tokens."""
     bounds, image = [0], 0
     for count in tokens:
@@ -143,9 +183,3 @@ def _bounds_of_texts(of_images: Sequence[int], tokens: Sequence[int]) -> Bounds 
             return None
         bounds.append(image)
     return tuple(bounds) if image == len(of_images) else None
-
-
-def rows_between(value: T, bounds: Bounds, start: int, stop: int) -> T | None:
-    """The rows of the texts from `start` to `stop`; None where they have none."""
-    first, last = bounds[start], bounds[stop]
-    return value.narrow(0, first, last - first) if last > first else None

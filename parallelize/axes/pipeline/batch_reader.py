@@ -199,6 +199,7 @@ class MicrobatchInputs:
         batch_offset: index of its first sequence in this rank's batch.
         size: number of its sequences.
         batch_size: number of sequences in this rank's batch.
+        media: of each kind of images and sounds, the tokens that stand for them, on which the shapes inside depend.
     """
 
     args: tuple
@@ -207,11 +208,12 @@ class MicrobatchInputs:
     batch_offset: int = 0
     size: int = 0
     batch_size: int = 0
+    media: tuple[int, ...] = ()
 
     def signature(self, mode: object) -> tuple:
         """A key: microbatches with the same one give tensors of the same shapes on every stage."""
         leaves, structure = private.tree_flatten((self.args, self.kwargs))
-        return (tuple(map(_form, leaves)), repr(structure), mode)
+        return (tuple(map(_form, leaves)), repr(structure), self.media, mode)
 
 
 def _form(leaf: Any) -> Any:
@@ -223,11 +225,12 @@ def _form(leaf: Any) -> Any:
 def split_batch(batch: InputBatch, count: int) -> list[MicrobatchInputs]:
     """Split a batch along its sequences into `count` equal microbatches.
 
-    Split are tensors and arrays [batch, ..], and lists that `whole` says to have an entry for each sequence. Passed to
+    Split are tensors and arrays [batch, ..], and lists that `whole` says to have an entry for each sequence; images go
+    with their texts, of which some may have several, or none: then the argument is None. Passed to
     every microbatch unchanged is all else: tensors with another dim 0 (position ids [1, S], a mask [S, S]), inputs that
     `whole` names, other values.
 
-    Raises: ShapeError `no-inputs`, `indivisible-batch`, `unclear-batch-dim`.
+    Raises: ShapeError `no-inputs`, `indivisible-batch`, `unclear-batch-dim`, `unclear-images`.
     """
     total = batch.size
     if total % count or not total:
@@ -239,7 +242,8 @@ def split_batch(batch: InputBatch, count: int) -> list[MicrobatchInputs]:
         )
         raise ShapeError(Problem("indivisible-batch", what, fix=fix))
     if count == 1:
-        return [MicrobatchInputs(batch.args, batch.kwargs, batch.targets, 0, total, total)]
+        media = batch.rows_of_media.tokens_between(0, total)
+        return [MicrobatchInputs(batch.args, batch.kwargs, batch.targets, 0, total, total, media)]
     batch.rows.refuse_unclear()
     size = total // count
     return [_part(batch, start, size) for start in range(0, total, size)]
@@ -248,7 +252,8 @@ def split_batch(batch: InputBatch, count: int) -> list[MicrobatchInputs]:
 def _part(batch: InputBatch, start: int, size: int) -> MicrobatchInputs:
     inputs = batch.rows.part(start, start + size)
     targets = inputs.pop(TARGETS)
-    return MicrobatchInputs(*batch.call(inputs), targets, start, size, batch.size)
+    media = batch.rows_of_media.tokens_between(start, start + size)
+    return MicrobatchInputs(*batch.call(inputs), targets, start, size, batch.size, media)
 
 
 def broadcast_nested(value: Any, group: Group, device: torch.device, source: int = 0) -> Any:

@@ -47,6 +47,10 @@ log = logging.getLogger("parallelize")
 T = torch.Tensor
 
 
+_MOST_FORMS = 1000
+"""Signatures of inputs whose headers are kept."""
+
+
 class Pipeline:
     """Runs training steps and evaluations of a model over microbatches and, where it has them, pipeline stages.
 
@@ -332,12 +336,14 @@ class Pipeline:
         # which adapter is active decides what stages send, and of what a gradient is sent back
         adapters = str(getattr(self.module, "active_adapter", None))
         mode = (torch.is_grad_enabled(), self.module.training, adapters, active_adapters(self._adapted))
-        signature = microbatches[0].signature(mode)
-        if self.group.size > 1 and not self.check.compares and signature not in self._compared:
+        signatures = [microbatch.signature(mode) for microbatch in microbatches]
+        if self.group.size > 1 and not self.check.compares and not self._compared.issuperset(signatures):
             # once for inputs of these shapes; other data ranks may have other shapes
             with agree_on(MeshView(self.mesh.device_mesh["pp"]), TIMEOUT_S) as facts:
-                facts["inputs of the step"] = str(signature)
-            self._compared.add(signature)
+                facts["inputs of the step"] = str(signatures[0] if len(set(signatures)) == 1 else signatures)
+        if len(self._compared) > _MOST_FORMS:  # of images of ever other sizes
+            self._forget_forms()
+        self._compared.update(signatures)
         steps: list[Any] = [step for step in self.actions if not forward_only or _is_forward(step)]
         in_pairs = self.pair_trial is None or self.pair_trial.in_pairs
         if self.run_pair is not None and in_pairs and not forward_only:
@@ -349,7 +355,7 @@ class Pipeline:
             runner=self.runner,
             transport=Transport(self.group, self.device) if self.group.size > 1 else None,
             microbatches=microbatches,
-            signature=signature,
+            signatures=signatures,
             headers=self._headers,
             root=self.module,
             loss_of=loss_of,

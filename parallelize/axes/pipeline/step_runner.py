@@ -50,7 +50,7 @@ class StepRun:
         runner: runs the forward of a stage.
         transport: None on a pipeline of one rank.
         microbatches: inputs and targets of each.
-        signature: the signature of the inputs, equal for all microbatches.
+        signatures: of the inputs of each microbatch, equal for all but where their texts have other images.
         headers: the headers of earlier steps; this step adds to them.
         root: the model, for messages.
         loss_of: (output, targets) to the microbatch's part of the loss. None: outputs are collected.
@@ -73,7 +73,7 @@ class StepRun:
     runner: Runner
     transport: Transport | None
     microbatches: list[MicrobatchInputs]
-    signature: tuple
+    signatures: Sequence[tuple]
     headers: StageHeaders
     root: torch.nn.Module
     loss_of: Callable[[Any, Any], T] | None
@@ -94,8 +94,9 @@ class StepRun:
     _grads: dict[tuple[int, int], Pending | list[T]] = field(default_factory=dict)
     _to_send: dict[tuple[int, int, str], list[T]] = field(default_factory=dict)
     _saved: dict[tuple[int, int], _Saved] = field(default_factory=dict)
-    _closed: set[int] = field(default_factory=set)  # boundaries after a failure: nothing more is sent over them
-    _new_headers: set[int] = field(default_factory=set)  # boundaries whose header must be sent
+    # boundaries, with signatures, after a failure: no such microbatch is sent over them any more
+    _closed: set[tuple[int, tuple]] = field(default_factory=set)
+    _new_headers: set[tuple[int, tuple]] = field(default_factory=set)  # those whose header must be sent
 
     def __post_init__(self) -> None:
         self._local_stages = {step.stage for step in self.steps if isinstance(step, Action)}
@@ -143,8 +144,8 @@ class StepRun:
         return early
 
     def _has_header(self, step: Receive) -> bool:
-        boundary = step.stage if step.direction == "F" else step.stage + 1
-        return boundary not in self._closed and (boundary, self.signature) in self.headers
+        key = (step.stage if step.direction == "F" else step.stage + 1, self.signatures[step.microbatch])
+        return key not in self._closed and key in self.headers
 
     @property
     def _final_kinds(self) -> str:
@@ -230,7 +231,7 @@ class StepRun:
             tensor.requires_grad_(meta.requires_grad and torch.is_grad_enabled())
         received = iter(tensors)
         content = header.content.fill(lambda _: next(received)) if header else {"call": {}, "skips": {}}
-        after = (stage + 1, self.signature)
+        after = (stage + 1, self.signatures[microbatch])
         last = stage + 1 == self.schedule.num_stages
         make_header = after not in self.headers
         outcome = self.runner.run(stage, microbatch_inputs.args, microbatch_inputs.kwargs, content, header, make_header)
@@ -251,7 +252,7 @@ class StepRun:
             tensors = self._arriving.pop(key).wait()
         else:
             return None, []
-        return self.headers[stage, self.signature], tensors
+        return self.headers[stage, self.signatures[microbatch]], tensors
 
     def _finish_forward(
         self, microbatch: int, inputs: list[T], output: Any, microbatch_inputs: MicrobatchInputs
@@ -264,14 +265,14 @@ class StepRun:
         self._saved[self.schedule.num_stages - 1, microbatch] = _Saved(inputs, [loss])
 
     def _pass_on(self, stage: int, microbatch: int, inputs: list[T], outcome: Outcome) -> None:
-        header, after = outcome.header, (stage + 1, self.signature)
+        header, after = outcome.header, (stage + 1, self.signatures[microbatch])
         assert header is not None
         if after not in self.headers:
             if not self._is_local(stage + 1):
                 # before the header is stored and sent: then the receiver learns of the failure, and waits for nothing
                 check_count(outcome.tensors, f"stage {stage}")
             self.headers[after] = header
-            self._new_headers.add(stage + 1)
+            self._new_headers.add(after)
         else:
             check_same_form(header.content, self.headers[after].content, f"stage {stage}")
         outputs = [tensor for tensor in outcome.tensors if tensor.requires_grad]
@@ -336,16 +337,17 @@ class StepRun:
     def _send(self, step: Send) -> None:
         assert self.transport is not None
         boundary = step.stage + 1 if step.direction == "F" else step.stage
-        if boundary in self._closed:
+        key = (boundary, self.signatures[step.microbatch])
+        if key in self._closed:
             return
         tensors = self._to_send.pop((step.stage, step.microbatch, step.direction), None)
-        header = self.headers.get((boundary, self.signature))
+        header = self.headers.get(key)
         tag = self._tag(boundary, step.microbatch, step.direction)
-        if step.direction == "F" and (header is None or boundary in self._new_headers):
+        if step.direction == "F" and (header is None or key in self._new_headers):
             self.transport.send_header(header, step.peer_rank, tag + 2)
-            self._new_headers.discard(boundary)
+            self._new_headers.discard(key)
             if header is None:
-                self._closed.add(boundary)
+                self._closed.add(key)
                 return
         assert header is not None
         if tensors is None:  # this rank has failed: zeros, so that the others reach the end of the step
@@ -356,15 +358,16 @@ class StepRun:
     def _receive(self, step: Receive) -> None:
         assert self.transport is not None
         boundary = step.stage if step.direction == "F" else step.stage + 1
-        key, tag = (boundary, self.signature), self._tag(boundary, step.microbatch, step.direction)
-        if step.direction == "F" and key not in self.headers and boundary not in self._closed:
+        key = (boundary, self.signatures[step.microbatch])
+        tag = self._tag(boundary, step.microbatch, step.direction)
+        if step.direction == "F" and key not in self.headers and key not in self._closed:
             header = self.transport.receive_header(step.peer_rank, tag + 2)
             if header is None:
-                self._closed.add(boundary)
+                self._closed.add(key)
                 self.stopped = True
             else:
                 self.headers[key] = header
-        if boundary in self._closed:
+        if key in self._closed:
             return
         metas = self.headers[key].content.metas
         if step.direction == "F":

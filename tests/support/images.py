@@ -25,6 +25,11 @@ _SIGLIP = {"model_type": "siglip_vision_model", **TOWER, "vision_use_head": Fals
 _PIXTRAL = {"model_type": "pixtral", **TOWER, "head_dim": 6, "image_size": 16}
 _INTERN = {**TOWER, "image_size": [16, 16], "patch_size": [4, 4]}
 _WHISPER = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=8, intermediate_size=96, num_mel_bins=10)
+_GEMMA_4 = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 9}
+_GEMMA_4 |= {"hidden_size_per_layer_input": 0, "num_global_key_value_heads": 4, "global_head_dim": 8}
+_GEMMA_4 |= {"num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}
+_GEMMA_4_TOWER = {**TOWER, "num_key_value_heads": 8, "head_dim": 8, "pooling_kernel_size": 2}
+_GEMMA_4_TOWER |= {"position_embedding_size": 32}
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llava": ("LlavaConfig", "LlavaForConditionalGeneration", {**LLAVA, "text_config": {"model_type": "llama", **_TEXT}}),
@@ -58,6 +63,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "SmolVLMConfig",
         "SmolVLMForConditionalGeneration",
         {**_PLACES, "text_config": {"model_type": "llama", **_TEXT}, "vision_config": TOWER, "scale_factor": 2},
+    ),
+    "gemma4": (
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        {**_PLACES, "audio_config": None, "text_config": {**_TEXT, **_GEMMA_4}, "vision_config": _GEMMA_4_TOWER},
     ),
     "voxtral": (
         "VoxtralConfig",
@@ -96,7 +106,7 @@ def batch(family: str, texts: int = TEXTS) -> dict[str, Any]:
             ids[text, start : start + tokens[image]] = IMAGE
             start, image = start + tokens[image] + 2, image + 1
     inputs = {"input_ids": ids, **_features(family, counts, generator)}
-    if family.startswith("qwen"):
+    if family.startswith(("qwen", "gemma4")):
         inputs["mm_token_type_ids"] = ids.eq(IMAGE).long()
     if family == "gemma3":
         inputs["token_type_ids"] = ids.eq(IMAGE).long()
@@ -124,6 +134,9 @@ def _features(family: str, counts: tuple[int, ...], generator: torch.Generator) 
         return {"pixel_values": draw(int(grids.prod(-1).sum()), 3 * 2 * 16), "image_grid_thw": grids}
     if family == "voxtral":
         return {"input_features": draw(number, 10, 32)}
+    if family == "gemma4":
+        places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).flatten(0, 1)
+        return {"pixel_values": draw(number, 16, 48), "image_position_ids": places.expand(number, -1, -1)}
     if family == "smolvlm":
         pixels = torch.zeros(len(counts), max(counts), 3, 16, 16, dtype=torch.float64)
         for text, count in enumerate(counts):  # images of zeros are left out

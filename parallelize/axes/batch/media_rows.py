@@ -105,20 +105,29 @@ class MediaForm:
         Cost: on an accelerator it waits for the ids, where there are images or sounds.
         """
         ids = inputs.get("input_ids")
-        tokens = {}
+        tokens, runs = {}, {}
         if isinstance(ids, T) and ids.ndim == 2 and not ids.is_meta:
             for medium, token in self.token_ids.items():
                 if isinstance(inputs.get(medium.features), T):
-                    tokens[medium] = tuple(ids.eq(token).sum(1).tolist())
-        return MediaRows(self, tokens)
+                    stands = ids.eq(token)
+                    begins = stands[:, 1:] & ~stands[:, :-1]
+                    counts = torch.stack([stands.sum(1), begins.sum(1) + stands[:, 0]]).tolist()
+                    tokens[medium], runs[medium] = map(tuple, counts)
+        return MediaRows(self, tokens, runs)
 
 
 @dataclass(frozen=True)
 class MediaRows:
-    """The images, videos and sounds of a batch. tokens: by medium, how many of each text stand for them."""
+    """The images, videos and sounds of a batch.
+
+    Attributes:
+        tokens: by medium, how many tokens of each text stand for them.
+        runs: by medium, in how many runs of each text they do.
+    """
 
     form: MediaForm
     tokens: Mapping[_Medium, tuple[int, ...]]
+    runs: Mapping[_Medium, tuple[int, ...]]
 
     def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
         """Of each medium, the tokens of the texts from `start` to `stop`."""
@@ -146,30 +155,41 @@ class MediaRows:
         if features.ndim == 5 and len(features) == len(tokens):  # [batch, images of a text, ..]
             each = Bounds(tuple(range(len(tokens) + 1)), before)
             return {name: each for name, value in rows.items() if len(value) == len(tokens)}
-        of_images = self._tokens_of_images(medium, rows, before[-1])
-        images = _bounds_of_texts(of_images, tokens)
+        images = self._images_of_texts(medium, rows)
         if images is None:
-            shown = f"{medium.features} {list(features.shape)} has images of {of_images[:8]} tokens"
-            what = f"{shown}, and the texts have {list(tokens[:8])}"
+            what = f"it is not clear which of {medium.features} {list(features.shape)} belong to which text"
             fix = "features of all images in the order of their texts; or one microbatch"
-            raise ShapeError(Problem("unclear-images", what, fix=fix))
+            raise ShapeError(Problem("unclear-images", what, rows=(("tokens", str(list(tokens[:8]))),), fix=fix))
         starts = range(images[-1] + 1) if grid is None else (0, *accumulate(grid.prod(-1).tolist()))
         patches = tuple(starts[image] for image in images)
         bounds = {patches[-1]: Bounds(patches, before), images[-1]: Bounds(images, before)}
         return {name: bounds[len(value)] for name, value in rows.items() if len(value) in bounds}
 
-    def _tokens_of_images(self, medium: _Medium, rows: Mapping[str, T], total: int) -> list[int]:
-        """The number of tokens of each image: by its grid or size, else the same for all."""
+    def _images_of_texts(self, medium: _Medium, rows: Mapping[str, T]) -> tuple[int, ...] | None:
+        """For each text the index of its first image, and the number of all; None: that is not clear.
+
+        By the tokens of each image, where they are known; else there is one for each text that has any, or for each run
+        of tokens; else all have as many.
+        """
+        tokens, runs = self.tokens[medium], self.runs[medium]
+        count = len(rows.get(medium.grid, rows.get(medium.sizes, rows[medium.features])))
+        bounds = _bounds_of_texts(self._tokens_of_images(medium, rows), tokens)
+        for of_texts in ([int(number > 0) for number in tokens], runs):
+            if bounds is None and sum(of_texts) == count:
+                bounds = (0, *accumulate(of_texts))
+        if bounds is None and count and not sum(tokens) % count:
+            bounds = _bounds_of_texts([sum(tokens) // count] * count, tokens)
+        return bounds
+
+    def _tokens_of_images(self, medium: _Medium, rows: Mapping[str, T]) -> list[int]:
+        """The number of tokens of each image by its grid or size; nothing where it has none."""
         merged = self.form.merged
         if medium.grid in rows:
             return [count // merged**2 for count in rows[medium.grid].prod(-1).tolist()]
         if medium.sizes in rows:
             side = merged * int(getattr(self.form.vision, "patch_size", 1))
-            by_size = [(height // side) * (width // side) for height, width in rows[medium.sizes].tolist()]
-            if sum(by_size) == total:
-                return by_size
-        images = len(rows.get(medium.sizes, rows[medium.features]))
-        return [total // images] * images if images else []
+            return [(height // side) * (width // side) for height, width in rows[medium.sizes].tolist()]
+        return []
 
 
 def _bounds_of_texts(of_images: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...] | None:

@@ -30,9 +30,9 @@ from parallelize.plan.pattern import alternatives, check_pattern, generic, match
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.plan.schema import LONGEST_LIST, AttentionRule, Plan, Rule, Tie
 from parallelize.plan.stage_ranks import ranks_of_stages
-from parallelize.plan.stages import Assignment, Costs, Stages, cut_stages
+from parallelize.plan.stages import Assignment, Costs, Stages, cut_stages, longest_list
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
-from parallelize.plan.text_part import sequence_module
+from parallelize.plan.text_part import sequence_module, text_part
 
 NO_PLAN = Plan("none", (), on_unclaimed="replicate")
 """The plan of a model without one: every parameter is replicated over `tp`."""
@@ -351,10 +351,13 @@ def _wrong_layouts(plan: Plan, parameters: Mapping[str, ParameterRow]) -> list[P
 # Units of a model: which modules ZeRO 3 gathers together, and which ones recompute their activations. Torch-free.
 
 
-def layers_of(plan: Plan) -> str:
-    """The fqn of the module that contains the layers; empty where the plan does not name it."""
+def layers_of(plan: Plan, model: ModelFacts | None = None) -> str:
+    """The fqn of the module that contains the layers; empty where neither the plan names it, nor the model has a text
+    part, whose layers they are."""
     source = plan.cuts or plan.layers_region
-    return source.layers if source is not None and source.layers != LONGEST_LIST else ""
+    if source is not None and source.layers != LONGEST_LIST:
+        return source.layers
+    return longest_list(model) if model is not None and text_part(model) else ""
 
 
 def zero_units(
@@ -374,7 +377,7 @@ def zero_units(
     if patterns is None:
         patterns = plan.zero_units
     if not patterns:
-        layers = layers or layers_of(plan)
+        layers = layers or layers_of(plan, model)
         return tuple(name for name in names if layers and name.rpartition(".")[0] == layers)
     for alternative in (alternative for pattern in patterns for alternative in alternatives(pattern)):
         if not any(matches(alternative, name) for name in names):
@@ -416,7 +419,7 @@ def recompute_units(plan: Plan, model: ModelFacts, patterns: Sequence[str] | Non
 
 
 def _planned(plan: Plan, model: ModelFacts) -> Sequence[str]:
-    layers = layers_of(plan)
+    layers = layers_of(plan, model)
     if plan.recompute_units or layers:
         return plan.recompute_units or [f"{layers}.*"]
     what = f"plan {plan.name}, which names neither units nor layers" if plan.rules else "no plan"

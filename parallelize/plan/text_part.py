@@ -51,8 +51,7 @@ def later_features(model: ModelFacts, layers: Sequence[str]) -> tuple[tuple[str,
     tower = next((name for name, inner in model.objects.items() if _config_of(inner) is vision), "")
     if not count or not tower or not text_part(model):
         return ()
-    # what is added after a layer is added in the stage of the next one, where that begins a stage
-    return ((tower, layers[min(count, len(layers) - 1)]),)
+    return ((tower, layers[min(count, len(layers)) - 1]),)
 
 
 def _config_of(module: object) -> object:

@@ -121,7 +121,11 @@ class ResolvedPlan:
         if self.stages is not None:
             facts |= {"stages": str(self.stages.starts), "pipeline units": " ".join(self.stages.units)}
         facts |= {f"attention of {fqn}": kind for fqn, kind in self.attention.items()}
-        facts |= {"sequences": self.sequences, "ranks of stages": str(self.stage_ranks), "ties": str([tie.members for tie in self.ties])}
+        facts |= {
+            "sequences": self.sequences,
+            "ranks of stages": str(self.stage_ranks),
+            "ties": str([tie.members for tie in self.ties]),
+        }
         facts |= {"ZeRO units": " ".join(self.zero_units), "recompute units": " ".join(self.recompute_units)}
         return facts
 

@@ -32,7 +32,11 @@ _GEMMA_4_TOWER = {**TOWER, "num_key_value_heads": 8, "head_dim": 8, "pooling_ker
 _GEMMA_4_TOWER |= {"position_embedding_size": 32}
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llava": ("LlavaConfig", "LlavaForConditionalGeneration", {**LLAVA, "text_config": {"model_type": "llama", **_TEXT}}),
+    "llava": (
+        "LlavaConfig",
+        "LlavaForConditionalGeneration",
+        {**LLAVA, "text_config": {"model_type": "llama", **_TEXT}},
+    ),
     "qwen2_vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration", {**QWEN_VL, "text_config": {**_TEXT, **_MROPE}}),
     "qwen2_5_vl": (
         "Qwen2_5_VLConfig",
@@ -57,7 +61,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral3": (
         "Mistral3Config",
         "Mistral3ForConditionalGeneration",
-        {**_PLACES, "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None}, "vision_config": _PIXTRAL},
+        {
+            **_PLACES,
+            "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None},
+            "vision_config": _PIXTRAL,
+        },
     ),
     "smolvlm": (
         "SmolVLMConfig",
@@ -73,7 +81,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "VoxtralConfig",
         "VoxtralForConditionalGeneration",
         {"audio_token_id": IMAGE, "text_config": {"model_type": "llama", **_TEXT}}
-        | {"audio_config": {**_WHISPER, "max_source_positions": 16, "intermediate_size": 96 * 2}, "tie_word_embeddings": False},
+        | {
+            "audio_config": {**_WHISPER, "max_source_positions": 16, "intermediate_size": 96 * 2},
+            "tie_word_embeddings": False,
+        },
     ),
 }
 
@@ -111,6 +122,13 @@ def batch(family: str, texts: int = TEXTS) -> dict[str, Any]:
     if family == "gemma3":
         inputs["token_type_ids"] = ids.eq(IMAGE).long()
     return device.placed(inputs)
+
+
+def texts_alone(family: str, texts: int = 2) -> dict[str, Any]:
+    """Inputs of texts without images."""
+    ids = torch.randint(3, 60, (texts, LENGTH), generator=torch.Generator().manual_seed(2))
+    kinds = {name: torch.zeros_like(ids) for name in ("mm_token_type_ids",) if family.startswith("qwen")}
+    return device.placed({"input_ids": ids, **kinds})
 
 
 def _tokens(family: str) -> list[int]:

@@ -174,6 +174,8 @@ class MediaRows:
         tokens, runs = self.tokens[medium], self.runs[medium]
         count = len(rows.get(medium.grid, rows.get(medium.sizes, rows[medium.features])))
         bounds = _bounds_of_texts(self._tokens_of_images(medium, rows), tokens)
+        if medium.grid in rows:
+            return bounds
         for of_texts in ([int(number > 0) for number in tokens], runs):
             if bounds is None and sum(of_texts) == count:
                 bounds = (0, *accumulate(of_texts))

@@ -54,7 +54,11 @@ def check_masks(attention: dict[str, str], modules: dict[str, nn.Module]) -> Non
     if set(attention.values()) == {GATHERED}:
         return
     for fqn, kind in attention.items():
-        needs = [m for m in modules[fqn].modules() if takes_registered_attention(m)] if kind == GATHERED and fqn in modules else []
+        needs = (
+            [m for m in modules[fqn].modules() if takes_registered_attention(m)]
+            if kind == GATHERED and fqn in modules
+            else []
+        )
         if needs:
             what = (
                 f"{fqn} is gathered, and a {type(needs[0]).__name__} in it takes a mask of the full sequence, which is "

@@ -134,7 +134,11 @@ class ContextInputs:
         """Set positions in the full sequence, and turn positions and padding mask into documents, which replace the
         mask."""
         mask, positions = batch.mask if isinstance(batch.mask, T) else None, _of_documents(batch.positions)
-        packed = positions if self._may_pack(batch.positions) and mask is None and (cached is None or cached.cache is None) else None
+        packed = (
+            positions
+            if self._may_pack(batch.positions) and mask is None and (cached is None or cached.cache is None)
+            else None
+        )
         documents = documents_of(packed, mask)
         if cached is None:
             marked = documents is not None

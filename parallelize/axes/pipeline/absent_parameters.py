@@ -36,6 +36,7 @@ class AbsentParameters:
     def __init__(self, module: nn.Module, cut: Cut):
         self.parameters: list[tuple[nn.Module, str, tuple[int, ...], torch.dtype]] = []
         self.names: list[str] = []
+        self.dtypes: dict[nn.Module, torch.dtype] = {}  # of units
         facts = cut.facts
         embeddings = (f"{name}.embedding" for name in prompt_encoders(facts))  # their wrapper asks for its device
         units = [
@@ -51,6 +52,8 @@ class AbsentParameters:
                 if dtype.is_floating_point:
                     self.parameters.append((module.get_submodule(name), key, shape, dtype))
                     self.names.append(f"{name}.{key}")
+                    unit = next((unit for unit in units if f"{name}.".startswith(f"{unit}.")), name)
+                    self.dtypes.setdefault(module.get_submodule(unit), dtype)
 
     @contextmanager
     def shown(self, device: torch.device, is_watched: bool) -> Iterator[list[str]]:
@@ -62,11 +65,15 @@ class AbsentParameters:
         for (owner, key, shape, dtype), name in zip(self.parameters, self.names, strict=True):
             nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
             owner.__dict__[key] = _AbsentParameter.of(nan, name, names) if is_watched else nan
+        for unit, dtype in self.dtypes.items():  # where a tower that is asked for its dtype looks
+            unit.__dict__["parameters"] = partial(_only, torch.full((), torch.nan, dtype=dtype, device=device))
         try:
             yield names
         finally:
             for owner, key, _, _ in self.parameters:
                 owner.__dict__.pop(key, None)
+            for unit in self.dtypes:
+                unit.__dict__.pop("parameters", None)
 
 
 class _AbsentParameter(T):
@@ -91,6 +98,11 @@ class _AbsentParameter(T):
                 if isinstance(leaf, cls) and leaf.fqn not in leaf.names:
                     leaf.names.append(leaf.fqn)
         return out
+
+
+def _only(parameter: torch.Tensor, recurse: bool = True) -> Iterator[torch.Tensor]:
+    """In the place of a module's `parameters`."""
+    yield parameter
 
 
 def drop_parameters(module: nn.Module) -> None:

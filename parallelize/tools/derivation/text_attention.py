@@ -24,4 +24,3 @@ def proposed_attention(model: nn.Module) -> Iterator[Mapping[str, str]]:
     names = [name for name, module in named if takes_registered_attention(module)]
     for kind in ("causal", "gathered") if names else ():
         yield dict.fromkeys(names, kind)
-

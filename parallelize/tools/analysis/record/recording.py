@@ -203,7 +203,7 @@ def _run(
         runner=SingleStageRunner(model),
         transport=None,
         microbatches=split_batch(replace(call, targets=targets), NUM_MICROBATCHES),
-        signatures=[()] * len(microbatches),
+        signatures=[()] * NUM_MICROBATCHES,
         headers={},
         root=model,
         loss_of=lambda output, targets: loss(output, targets) / total,

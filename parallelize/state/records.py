@@ -131,7 +131,8 @@ class ModuleState:
         resolved: the plan of the full model, over the axes that were applied.
         recipe: the initialization that `build_on_meta` recorded: a randomness.init.recipes.Recipe.
         cut: its pipeline stages. plan: its tensor-parallel plan.
-        context: its sequences over `cp`. context_call: how its forward is called over `cp`.
+        context: its sequences over `cp`. context_call: how its forward is called over `cp`, also of its text part.
+        features: how features of images are divided over `cp`, on the model around its text part.
         data: its data axes. router_loss: what counts the tokens of its load-balancing loss. ties: its parameters tied
             across stages.
         dropout_clock: of `install_dropout`: a randomness.dropout.position.Clock. draws: of what its forward draws, a
@@ -164,6 +165,7 @@ class ModuleState:
     plan: PlanRecord | None = None
     context: ShardedSequences | None = None
     context_call: object = None
+    features: object = None
     data: DataAxes | None = None
     router_loss: object = None
     ties: TiedCopies | None = None

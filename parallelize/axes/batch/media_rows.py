@@ -45,15 +45,17 @@ TOWER_OUTPUTS = ("image_hidden_states", "video_hidden_states", "audio_hidden_sta
 
 
 @dataclass(frozen=True)
-class _Medium:
+class Medium:
     """One kind of what texts contain, by the names of `transformers`.
 
     Attributes:
+        method: of a model, which returns its features.
         tokens: fields of the config with the id of its tokens.
         features: the input that a tower reads. grid, sizes: of patches, or pixels, of each image.
         others: inputs with a row for each image, or for each of `features`.
     """
 
+    method: str
     tokens: tuple[str, ...]
     features: str
     grid: str = ""
@@ -65,21 +67,24 @@ class _Medium:
         return tuple(filter(None, (self.features, self.grid, self.sizes, *self.others)))
 
 
-_MEDIA = (
-    _Medium(
+MEDIA = (
+    Medium(
+        "get_image_features",
         ("image_token_id", "image_token_index"),
         "pixel_values",
         "image_grid_thw",
         "image_sizes",
         ("pixel_attention_mask", "image_position_ids"),
     ),
-    _Medium(
+    Medium(
+        "get_video_features",
         ("video_token_id", "video_token_index"),
         "pixel_values_videos",
         "video_grid_thw",
         others=("second_per_grid_ts", "video_position_ids"),
     ),
-    _Medium(
+    Medium(
+        "get_audio_features",
         ("audio_token_id", "audio_token_index"),
         "input_features",
         others=("feature_attention_mask", "input_features_mask"),
@@ -95,7 +100,7 @@ class MediaForm:
         self.vision = getattr(config, "vision_config", None)
         merged = getattr(self.vision, "spatial_merge_size", None) or getattr(config, "spatial_merge_size", None)
         self.merged = int(merged or 1)
-        named = ((medium, (getattr(config, name, None) for name in medium.tokens)) for medium in _MEDIA)
+        named = ((medium, (getattr(config, name, None) for name in medium.tokens)) for medium in MEDIA)
         ids = ((medium, next((id for id in values if type(id) is int), None)) for medium, values in named)
         self.token_ids = {medium: id for medium, id in ids if id is not None}
 
@@ -126,8 +131,8 @@ class MediaRows:
     """
 
     form: MediaForm
-    tokens: Mapping[_Medium, tuple[int, ...]]
-    runs: Mapping[_Medium, tuple[int, ...]]
+    tokens: Mapping[Medium, tuple[int, ...]]
+    runs: Mapping[Medium, tuple[int, ...]]
 
     def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
         """Of each medium, the tokens of the texts from `start` to `stop`."""
@@ -148,9 +153,9 @@ class MediaRows:
                 found |= self._of_medium(medium, rows, tokens)
         return found
 
-    def _of_medium(self, medium: _Medium, rows: Mapping[str, T], tokens: Sequence[int]) -> dict[str, Bounds]:
+    def _of_medium(self, medium: Medium, rows: Mapping[str, T], tokens: Sequence[int]) -> dict[str, Bounds]:
         """The bounds of each input of one medium. tokens: of each text, how many stand for its images."""
-        features, grid = rows[medium.features], rows.get(medium.grid)
+        features = rows[medium.features]
         before = (0, *accumulate(tokens))
         if features.ndim == 5 and len(features) == len(tokens):  # [batch, images of a text, ..]
             each = Bounds(tuple(range(len(tokens) + 1)), before)
@@ -160,19 +165,17 @@ class MediaRows:
             what = f"it is not clear which of {medium.features} {list(features.shape)} belong to which text"
             fix = "features of all images in the order of their texts; or one microbatch"
             raise ShapeError(Problem("unclear-images", what, rows=(("tokens", str(list(tokens[:8]))),), fix=fix))
-        starts = range(images[-1] + 1) if grid is None else (0, *accumulate(grid.prod(-1).tolist()))
-        patches = tuple(starts[image] for image in images)
-        bounds = {patches[-1]: Bounds(patches, before), images[-1]: Bounds(images, before)}
-        return {name: bounds[len(value)] for name, value in rows.items() if len(value) in bounds}
+        starts = starts_of_images(medium, rows)
+        return {name: Bounds(tuple(first[image] for image in images), before) for name, first in starts.items()}
 
-    def _images_of_texts(self, medium: _Medium, rows: Mapping[str, T]) -> tuple[int, ...] | None:
+    def _images_of_texts(self, medium: Medium, rows: Mapping[str, T]) -> tuple[int, ...] | None:
         """For each text the index of its first image, and the number of all; None: that is not clear.
 
         By the tokens of each image, where they are known; else there is one for each text that has any, or for each run
         of tokens; else all have as many.
         """
         tokens, runs = self.tokens[medium], self.runs[medium]
-        count = len(rows.get(medium.grid, rows.get(medium.sizes, rows[medium.features])))
+        count = number_of_images(medium, rows)
         bounds = _bounds_of_texts(self._tokens_of_images(medium, rows), tokens)
         if medium.grid in rows:
             return bounds
@@ -183,7 +186,7 @@ class MediaRows:
             bounds = _bounds_of_texts([sum(tokens) // count] * count, tokens)
         return bounds
 
-    def _tokens_of_images(self, medium: _Medium, rows: Mapping[str, T]) -> list[int]:
+    def _tokens_of_images(self, medium: Medium, rows: Mapping[str, T]) -> list[int]:
         """The number of tokens of each image by its grid or size; nothing where it has none."""
         merged = self.form.merged
         if medium.grid in rows:
@@ -192,6 +195,22 @@ class MediaRows:
             side = merged * int(getattr(self.form.vision, "patch_size", 1))
             return [(height // side) * (width // side) for height, width in rows[medium.sizes].tolist()]
         return []
+
+
+def number_of_images(medium: Medium, rows: Mapping[str, T]) -> int:
+    """The number of images in the inputs of one medium."""
+    return len(rows.get(medium.grid, rows.get(medium.sizes, rows[medium.features])))
+
+
+def starts_of_images(medium: Medium, rows: Mapping[str, T]) -> dict[str, Sequence[int]]:
+    """Of each input with a row for each image, or for each patch, the first row of each image, and the number of rows.
+
+    Cost: on an accelerator it waits for the grids.
+    """
+    images = range(number_of_images(medium, rows) + 1)
+    patches = images if medium.grid not in rows else (0, *accumulate(rows[medium.grid].prod(-1).tolist()))
+    starts: dict[int, Sequence[int]] = {patches[-1]: patches, images[-1]: images}
+    return {name: starts[len(value)] for name, value in rows.items() if len(value) in starts}
 
 
 def _bounds_of_texts(of_images: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.axes.batch.input_batch import InputBatch
 from parallelize.axes.batch.media_rows import TOWER_OUTPUTS
 from parallelize.axes.context.cached_calls import CachedCall, logits_on_every_rank
+from parallelize.axes.context.divided_features import install_division
 from parallelize.axes.context.forward_state import Context, ContextAttention, attention_of, context_of
 from parallelize.axes.context.gathered_modules import GATHERED, check_masks, check_overlap, install_gathered
 from parallelize.axes.context.inputs import ContextInputs, config_with_masks, is_registered, register_masks
@@ -117,6 +118,7 @@ def apply_context(module: nn.Module, mesh: MeshView, decide: Callable[[], Resolv
         _install(module, context, inputs, resolved.sequences)
         if part is not None:
             install_part(part, context, resolved.plan)
+            install_division(named[resolved.sequences.rpartition(".")[0]], part, context)
         set_up(ON_CONTEXT, Guarded(module, mesh))
     install_generation(module)
     return module

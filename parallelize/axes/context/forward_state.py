@@ -107,6 +107,11 @@ class Context:
         return "bidirectional" not in self.attention.values()
 
     @property
+    def is_running(self) -> bool:
+        """Whether a forward of the model runs."""
+        return self._running is not None
+
+    @property
     def has_gathered(self) -> bool:
         return "gathered" in self.attention.values()
 

@@ -251,7 +251,9 @@ def _no_attention(plan: Plan, model: ModelFacts) -> Problem:
         return Problem(
             "no-attention", what, plan.source, fix="a mesh without cp: tp with sequence_parallel shards sequences too"
         )
-    names = sorted({generic(name) for name in model.modules if name.rpartition(".")[2].lower().endswith(_ATTENTION)})
+    within = sequence_module(plan, model)
+    names = [name for name in model.modules if not within or name.startswith(f"{within}.")]
+    names = sorted({generic(name) for name in names if name.rpartition(".")[2].lower().endswith(_ATTENTION)})
     what = f"the plan {plan.name} does not name the attention modules of {kind}"
     shown = names[0] if names else "layers.*.attn"
     fix = f"attention: {{{shown}: causal}}, or bidirectional, in a plan of your own"
@@ -262,20 +264,21 @@ def _not_served(model: ModelFacts) -> str:
     """Why attention over `cp` cannot serve a model; empty if it may."""
     config = getattr(model.root, "config", None)
     for field, inputs in (("vision_config", "images"), ("audio_config", "audios")):
-        if getattr(config, field, None) is not None:
+        if getattr(config, field, None) is not None and not _embeds(config):
             towers = [name for name in model.modules if name.rpartition(".")[2].startswith(_TOWERS[field])]
             tower = min(towers, key=len, default=f"the tower of the {inputs}")
-            if any(hasattr(config, f"{inputs[:-1]}_token_{end}") for end in ("id", "index")):
-                return (
-                    f"its forward puts what {tower} returns in the places of {inputs} among all tokens, and a rank has "
-                    "some of them"
-                )
             return f"{tower} reads {inputs}, no sequences [batch, tokens]"
     if getattr(config, "is_encoder_decoder", False):
         return "its decoder attends to the tokens of the encoder, another sequence (cross-attention)"
     if getattr(model.root, "main_input_name", "input_ids") == "pixel_values":
         return "its inputs are images, no sequences [batch, tokens]"
     return ""
+
+
+def _embeds(config: object) -> bool:
+    """Whether a model puts what its towers return in the places of some tokens of a text."""
+    names = (f"{medium}_token_{end}" for medium in ("image", "audio", "video") for end in ("id", "index"))
+    return any(hasattr(config, name) for name in names)
 
 
 def _named(rule: AttentionRule, plan: Plan, model: ModelFacts) -> Iterator[str]:

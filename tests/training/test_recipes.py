@@ -21,6 +21,7 @@ RECIPES = {
     "grpo": 4,
     "distill": 4,
     "vision": 3,
+    "vision_text": 3,
     "mixture": 4,
     "long_context": 3,
     "own_model": 4,

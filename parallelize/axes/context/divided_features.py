@@ -4,7 +4,7 @@
     backward: reduce-scatter of their gradients, so that the tower sees each image once
 
 Intercepted is the method with which a model of `transformers` returns features. Where there are fewer images than
-ranks, where a tower draws random numbers, or where features are returned in another form, each rank computes all.
+ranks, where a tower draws random numbers, or where images or features have another form, each rank computes all.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ def _divided(stock: Callable[..., Any], medium: Medium) -> Callable[..., Any]:
 
 
 def _share_of(medium: Medium, rows: Mapping[str, T], group: Group) -> dict[str, T]:
-    """This rank's rows of each input; nothing where there are fewer images than ranks."""
-    starts = starts_of_images(medium, rows) if medium.features in rows else {}
+    """This rank's rows of each input; nothing where there are fewer images than ranks, or texts have rows of images, of
+    which some are empty."""
+    is_known = medium.features in rows and rows[medium.features].ndim < 5
+    starts = starts_of_images(medium, rows) if is_known else {}
     images = len(next(iter(starts.values()))) - 1 if starts else 0
     if images < group.size:
         return {}
     start, stop = even_interval(images, group.size, group.rank)
-    return {
-        name: rows[name].narrow(0, first[start], first[stop] - first[start]) for name, first in starts.items()
-    }
+    return {name: rows[name].narrow(0, first[start], first[stop] - first[start]) for name, first in starts.items()}
 
 
 def _with_all_features(out: Any, group: Group) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallelize import ModelError, PlanError, build_mesh, parallelize_model
+from parallelize import ModelError, PlanError, build_mesh, next_tokens, parallelize_model
 from tests.support import images
 from tests.support.image_steps import error_of_step, plan_of
 from tests.support.refused import refused, small_mesh
@@ -110,3 +110,23 @@ def test_the_named_part_must_be_in_the_model():
     plan = replace(plan_of("gemma3"), sequences="model.text")
     with small_mesh(cp=2) as mesh, refused(PlanError, "unknown-module", "model.text"):
         parallelize_model(images.build("gemma3"), mesh, plan)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_tower_runs_once_for_each_image(drops):
+    """Each rank has two of four images; all of them where a tower has dropout."""
+    model, batch = images.build("llava"), images.batch("llava")
+    for layer in model.model.vision_tower.encoder.layers:
+        layer.self_attn.dropout = 0.1 * drops
+
+    def body(rank):
+        seen = []
+        parallel = parallelize_model(copy.deepcopy(model), build_mesh("cpu", cp=2))
+        tower = parallel.module.get_submodule("model.vision_tower.encoder")
+        tower.register_forward_pre_hook(
+            lambda _, args, given: seen.append(len(given["inputs_embeds"])), with_kwargs=True
+        )
+        parallel.step(**batch, targets=next_tokens(batch["input_ids"]))
+        return seen
+
+    assert run_ranks(2, body) == [[4 if drops else 2]] * 2

@@ -15,8 +15,7 @@ COUNTS = (1, 0, 2, 1)
 """Images of each text."""
 GRIDS = ((1, 4, 4), (1, 2, 4), (1, 4, 2), (1, 4, 4))
 
-_LAYERS = {"num_hidden_layers": 3}
-_TEXT = {**DECODER, **_LAYERS, "head_dim": 6, "tie_word_embeddings": False}
+_TEXT = {**DECODER, "head_dim": 6, "tie_word_embeddings": False}
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 1e4}}
 _PLACES = {"image_token_id": IMAGE, "tie_word_embeddings": False}
 _DEEP = dict(depth=3, hidden_size=64, out_hidden_size=48, num_heads=8, patch_size=4, intermediate_size=72)
@@ -89,13 +88,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def build(family: str) -> nn.Module:
-    """A model in float64, in training mode, without dropout."""
+def build(family: str, layers: int = 3) -> nn.Module:
+    """A model in float64, in training mode, without dropout. layers: of its text."""
     import transformers
 
     from parallelize.plan.models.miniature.rates import without_dropout
 
     config_name, class_name, fields = FAMILIES[family]
+    fields = {**fields, "text_config": {**fields["text_config"], "num_hidden_layers": layers}}
     config = getattr(transformers, config_name)(**{**COMMON, **fields})
     without_dropout(config)
     torch.manual_seed(0)

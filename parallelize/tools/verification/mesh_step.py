@@ -126,8 +126,8 @@ class _RankModel:
                 errors.add("input gradients", error_of(grad, expected))
 
     def _gradient_over_cp(self, grad: T, of_inputs: bool) -> T:
-        """The gradient over all ranks of cp: a sum where each rank has all tokens, as of inputs, and of embeddings before
-        the text of a model with a tower; else a concatenation."""
+        """The gradient over all ranks of cp: a sum where each rank has all tokens, as of inputs, and of embeddings
+        before the text of a model with a tower; else a concatenation."""
         context = context_of(self.model)
         if context is None:
             return grad

@@ -11,6 +11,7 @@ from tests.matrix.feature import at, change, feature
 from tests.matrix.features.schedules import twice
 from tests.matrix.kinds import IGNORED, LENGTH, ROWS, summed_loss
 from tests.matrix.sides import Side
+from tests.support import images
 
 T = torch.Tensor
 Batch = tuple[dict[str, T], T]
@@ -29,6 +30,10 @@ def packed_positions(rows: int = ROWS) -> torch.Tensor:
     starts = 3 + torch.arange(rows) % 5
     positions = torch.arange(LENGTH).expand(rows, -1).clone()
     return torch.where(positions >= starts[:, None], positions - starts[:, None], positions)
+
+
+def _llava(model: nn.Module) -> nn.Module:
+    return images.build("llava", layers=4)
 
 
 ROWS_OF_DOCUMENTS = {"needs": {"causal", "stock"}, "without": {"recurrent"}, "apart": {"rows"}}
@@ -111,6 +116,22 @@ def own_loss_without_targets(side: Side) -> None:
     side.place(loss=_squared_margin, count=lambda targets: (targets != IGNORED).sum(), num_microbatches=2)
     _rows_without_targets(side)
     _batch_without_targets(side)
+
+
+@at("batch", needs={"text", "causal", "stock"}, without={"experts", "recurrent"}, prepare=_llava, meets=False)
+def images_in_texts(inputs: dict[str, T], targets: T, number: int) -> Batch:
+    """One image in each text, of a LLaVA in the place of the model."""
+    ids = inputs["input_ids"]
+    pixels = torch.randn(
+        len(ids), 3, 16, 16, generator=torch.Generator().manual_seed(300 + number), dtype=torch.float64
+    )
+    ids = _with_image(torch.where(ids == images.IMAGE, 3, ids), images.IMAGE)
+    return {**inputs, "input_ids": ids, "pixel_values": pixels}, _with_image(targets, IGNORED)
+
+
+def _with_image(tokens: T, value: int) -> T:
+    """Sixteen tokens of an image, which have this value, after the first two."""
+    return torch.cat([tokens[:, :2], tokens.new_full((len(tokens), 16), value), tokens[:, 2:]], dim=1)
 
 
 @at("batch", needs={"text", "causal"}, turn=1, apart={"lengths"})

@@ -336,7 +336,10 @@ class Pipeline:
         # which adapter is active decides what stages send, and of what a gradient is sent back
         adapters = str(getattr(self.module, "active_adapter", None))
         mode = (torch.is_grad_enabled(), self.module.training, adapters, active_adapters(self._adapted))
-        signatures = [microbatch.signature(mode) for microbatch in microbatches]
+        if any(microbatch.media for microbatch in microbatches):
+            signatures = [microbatch.signature(mode) for microbatch in microbatches]
+        else:  # microbatches of texts alone have the same
+            signatures = [microbatches[0].signature(mode)] * len(microbatches)
         if self.group.size > 1 and not self.check.compares and not self._compared.issuperset(signatures):
             # once for inputs of these shapes; other data ranks may have other shapes
             with agree_on(MeshView(self.mesh.device_mesh["pp"]), TIMEOUT_S) as facts:

@@ -239,9 +239,8 @@ class FactorAnalysis:
             without: linears that are not to be sharded.
         """
         banned: set[str] = set(without)
-        used: set[str] = set()
         beside_banned: dict[str, str] = {}
-        chosen: list[ShardableFactor] = []
+        possible: list[ShardableFactor] = []
         for candidate in self.candidates():
             linears = candidate.linears
             reason = self._read_beside(candidate)
@@ -249,12 +248,45 @@ class FactorAnalysis:
                 self.blocked[candidate.factor] = Blocked(reason)
             elif linears & banned:
                 beside_banned |= dict.fromkeys(linears - banned, min(linears & banned))
-            elif not linears & used:
-                chosen.append(candidate)
-                used |= linears
+            else:
+                possible.append(candidate)
+        chosen = self._disjoint(possible)
+        used = {name for candidate in chosen for name in candidate.linears}
         factors = {candidate.factor for candidate in chosen}
         columns = {name for candidate in chosen for name in candidate.columns}
         return Choice(chosen, self.partial_of(factors, columns), self._whole(used, banned, beside_banned))
+
+    def _disjoint(self, candidates: list[ShardableFactor]) -> list[ShardableFactor]:
+        """Factors of which no two have a linear in common, the largest first.
+
+        A factor waits where others that it excludes are larger together: the width of a text that the keys and values
+        of all layers read excludes the heads of each layer.
+        """
+        used: set[str] = set()
+        chosen: list[ShardableFactor] = []
+        waiting: list[ShardableFactor] = []
+        for index, candidate in enumerate(candidates):
+            if not candidate.linears & used:
+                rivals = self._rivals(candidate, candidates[index + 1 :], used)
+                outdone = sum(map(self._elements, rivals)) > self._elements(candidate)
+                (waiting if outdone else chosen).append(candidate)
+                used |= set() if outdone else candidate.linears
+        for candidate in waiting:
+            if not candidate.linears & used:
+                chosen.append(candidate)
+                used |= candidate.linears
+        return chosen
+
+    def _rivals(
+        self, candidate: ShardableFactor, smaller: list[ShardableFactor], used: set[str]
+    ) -> list[ShardableFactor]:
+        """Smaller factors that this one excludes, and that do not exclude each other."""
+        taken, rivals = set(used), []
+        for other in smaller:
+            if other.linears & candidate.linears and not other.linears & taken:
+                rivals.append(other)
+                taken |= other.linears
+        return rivals
 
     def _read_beside(self, candidate: ShardableFactor) -> str:
         """Whether an activation that has a gradient and not this factor meets one with it outside of a column linear,

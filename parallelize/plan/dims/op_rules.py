@@ -147,7 +147,7 @@ def pad_rule(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> No
 # Rules of operations that sum over a dim of two tensors: matmuls, attention, convolutions.
 
 
-def _contract(record: Record, a: Dim, b: Dim, tensors: tuple[T, ...], name: str) -> None:
+def _contract(record: Record, a: Dim, b: Dim, tensors: tuple[T, ...], name: str, rows: int = 0) -> None:
     dim = record.tie(a, b, name)
     names = [weight for tensor in tensors for weight in record.weights(tensor)]
     own = record.weight_of(record.module)
@@ -155,14 +155,14 @@ def _contract(record: Record, a: Dim, b: Dim, tensors: tuple[T, ...], name: str)
         # its input may be made of parameters too
         is_linear = any(record.weights(tensor) == {own} for tensor in tensors)
         weight = f"{record.module}.weight" if is_linear else names[0] if len(names) == 1 else ""
-        record.contractions.append(Contraction(dim, weight, record.module, line_of_model()))
+        record.contractions.append(Contraction(dim, weight, record.module, line_of_model(), rows))
 
 
 def mm_rule(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
     """mm, and addmm with a bias."""
     bias, (a, b) = (args[0], args[1:3]) if name in ("addmm", "addmv") else (None, args[:2])
     x, y = record.dims(a), record.dims(b)
-    _contract(record, x[-1], y[0], (a, b), name)
+    _contract(record, x[-1], y[0], (a, b), name, rows=a.numel() // a.shape[-1])
     dims = [*x[:-1], *y[1:]]
     if isinstance(bias, T):
         for index, dim in enumerate(reversed(record.dims(bias)), 1):

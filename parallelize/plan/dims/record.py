@@ -36,12 +36,18 @@ class FullDimUse:
 
 @dataclass(frozen=True, eq=False)
 class Contraction:
-    """A matmul summed over a dim. `weight`: the parameter among its operands, by name; empty: none, or several."""
+    """A matmul summed over a dim.
+
+    Attributes:
+        weight: the parameter among its operands, by name; empty: none, or several.
+        rows: the number of vectors that are multiplied by it, such as tokens; 0: unknown.
+    """
 
     dim: Dim
     weight: str
     module: str
     line: str = ""
+    rows: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,6 +30,7 @@ from parallelize.tools.derivation.gathered_linears import (
     gathered_linears,
     is_sharded,
     layer_share,
+    of_samples,
     other_matrices,
     without_alike,
 )
@@ -161,9 +162,7 @@ class _Derivation:
         return alone
 
     def _finished(self, draft: Draft, proof: Proof) -> Derived:
-        """The proven draft with regions, or, where its pairs shard little of the layers, with gathered linears."""
-        if self._shards_enough(draft):
-            return self._derived(*self._with_region(draft, proof))
+        """The proven draft with gathered linears, where there are some, and with regions."""
         return self._with_gathered(draft) or self._derived(*self._with_region(draft, proof))
 
     def _shards_enough(self, draft: Draft) -> bool:
@@ -171,7 +170,7 @@ class _Derivation:
 
     def _with_gathered(self, draft: Draft) -> Derived | None:
         """The draft with gathered linears, in regions if enough is sharded there too; None: no such draft is proven."""
-        gathered = gathered_linears(self.analysis, self.model, draft.styles, self.choice.partial)
+        gathered = self._gathered(draft)
         for _ in range(MAX_ROUNDS):
             if not gathered:
                 break
@@ -184,11 +183,15 @@ class _Derivation:
             gathered = fewer if fewer != gathered else {}
         return None
 
+    def _gathered(self, draft: Draft) -> dict[str, str]:
+        """The linears in no pair that are sharded: those that cost little, or, where pairs shard little of the layers,
+        all."""
+        gathered = gathered_linears(self.analysis, self.model, draft.styles, self.choice.partial)
+        return of_samples(self.analysis, gathered) if self._shards_enough(draft) else gathered
+
     def _unproven(self) -> Derived:
         draft = self._draft(_LOGITS[0])
-        if not self._shards_enough(draft):
-            gathered = gathered_linears(self.analysis, self.model, draft.styles, self.choice.partial)
-            draft = self._restyled(draft, gathered)
+        draft = self._restyled(draft, self._gathered(draft))
         if not draft.styles:
             raise self._nothing()
         return self._derived(draft, None)

@@ -67,6 +67,16 @@ def gathered_linears(
     }
 
 
+def of_samples(analysis: FactorAnalysis, gathered: Mapping[str, str]) -> dict[str, str]:
+    """Those that are called with one vector for each sample, as a layer's scales and shifts are computed from a time:
+    their collective is as small as it is beside one of all tokens."""
+    batches = {call.shape[0] for call in analysis.record.calls if call.shape[1] > 1}
+    rows: dict[str, set[int]] = {}
+    for matmul in analysis.record.contractions:
+        rows.setdefault(matmul.module, set()).add(matmul.rows)
+    return {name: style for name, style in gathered.items() if rows[name] <= batches}
+
+
 def without_alike(gathered: Mapping[str, str], module: str) -> dict[str, str]:
     """Those that are not inside of a module that a failed proof names, in any layer."""
     block = generic(module)

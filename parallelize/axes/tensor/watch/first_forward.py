@@ -59,6 +59,8 @@ class FirstForwards:
         watched: the modes (training or not) in which a forward was watched.
         hooks: by name of a module, what begins its watch. Those of parts of the model end with its first watched
             forward.
+        ended: hooks of watched forwards that failed. PyTorch iterates over the hooks of a module when its forward
+            fails, so that none of them may be removed there: its error would be lost.
     """
 
     makers: dict[str, ShardMaker]
@@ -67,6 +69,7 @@ class FirstForwards:
     sequence_dim: int = 1
     watched: set[bool] = field(default_factory=set)
     hooks: dict[str, Any] = field(default_factory=dict)
+    ended: list[Any] = field(default_factory=list)
 
     def install(self, module: nn.Module, name: str) -> None:
         """Watch the forwards of one module, which may contain others that are watched."""
@@ -96,6 +99,8 @@ def _begin(first: FirstForwards, name: str, module: nn.Module, args: tuple, kwar
         return
     if private.backward_id() != -1 or any(child._compiled_call_impl is not None for child in module.modules()):
         return
+    while first.ended:
+        first.ended.pop().remove()
     _Watch(first, name, module).start((args, kwargs))
 
 
@@ -131,8 +136,7 @@ class _Watch:
             if name in self.first.entries:
                 self._watch_entry(name, child)
         self._mark_inputs(inputs)
-        ending = self.module.register_forward_hook(self._end, always_call=True)
-        self.undo.callback(ending.remove)
+        self.ending = self.module.register_forward_hook(self._end, always_call=True)
         self.undo.enter_context(self.mode)
 
     def _hook(self, fqn: str, child: nn.Module) -> None:
@@ -213,7 +217,10 @@ class _Watch:
 
     def _end(self, module: nn.Module, _: Any, output: Any) -> None:
         self.undo.close()
-        if output is not None:
+        if output is None:
+            self.first.ended.append(self.ending)
+        else:
+            self.ending.remove()
             refuse_kept_shards(self.mode.hooked_shards, output)
         if output is not None and (self.mode.has_tokens or not self.first.entries):  # None: the forward failed
             self.first.end(self.prefix.rstrip("."), module.training)

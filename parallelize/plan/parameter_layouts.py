@@ -14,6 +14,7 @@ from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.styles.contract import Use
+from parallelize.plan.styles.style import REST
 
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size")
 
@@ -119,17 +120,29 @@ class LayoutMaker:
             if width % (parts := use.chunks * use.adjacent):
                 return [], self._indivisible(fact, use, rule, parts, "chunks")
             return [Chunk(width // use.chunks, adjacent=use.adjacent)] * use.chunks, None
-        counts, problem = self._counts(fact, use, rule)
+        parts = 0 if REST in self.plan.sizes else use.unit.count(REST)
+        named = self._without_rest(use) if parts else use
+        counts, problem = self._counts(fact, named, rule)
         if problem is not None:
             return [], problem
-        units, problem = self._unit_widths(fact, use, rule, counts)
+        units, left, problem = self._unit_widths(fact, named, rule, counts)
         if problem is not None:
             return [], problem
-        packed_once = [
+        if left % parts if parts else left:
+            return [], self._other_width(fact, use, rule, width - use.chunks * left)
+        chunks = [
             Chunk(count * unit, count, self.plan.sizes[name].replicate_below_tp, name)
-            for name, count, unit in zip(use.unit, counts, units, strict=True)
+            for name, count, unit in zip(named.unit, counts, units, strict=True)
         ]
-        return packed_once * use.chunks, None
+        if parts:  # of which any element may be a boundary
+            chunks = [Chunk(left // parts) if name == REST else chunks.pop(0) for name in use.unit]
+        return chunks * use.chunks, None
+
+    def _without_rest(self, use: Use) -> Use:
+        """The use without the chunks that divide what the others leave; all of these have a width."""
+        widths = use.widths or ("",) * len(use.unit)
+        terms = [(name, width or "1") for name, width in zip(use.unit, widths, strict=True) if name != REST]
+        return replace(use, unit=tuple(name for name, _ in terms), widths=tuple(width for _, width in terms))
 
     def _counts(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[list[int], Problem | None]:
         """The number of units of each size in one chunk."""
@@ -146,25 +159,31 @@ class LayoutMaker:
 
     def _unit_widths(
         self, fact: ParameterFacts, use: Use, rule: Rule, counts: list[int]
-    ) -> tuple[list[int], Problem | None]:
-        """The width of the units of each size: as the rule names it, or the same of all."""
+    ) -> tuple[list[int], int, Problem | None]:
+        """The width of the units of each size: as the rule names it, or the same of all; and how many elements of each
+        of the use's chunks they leave."""
         assert use.dim is not None
         width = fact.shape[use.dim]
-        if use.widths:
+        if use.widths or not use.unit:
             missing = next((name for name in use.widths if self.width(name) is None), None)
             if missing is not None:
-                return [], _no_size(self.plan, missing, rule)
+                return [], 0, _no_size(self.plan, missing, rule)
             units = [self.width(name) or 1 for name in use.widths]
             planned = use.chunks * sum(count * unit for count, unit in zip(counts, units, strict=True))
-            return units, None if planned == width else self._other_width(fact, use, rule, planned)
+            is_too_small = planned > width or (width - planned) % use.chunks
+            return (
+                units,
+                (width - planned) // use.chunks,
+                self._other_width(fact, use, rule, planned) if is_too_small else None,
+            )
         parts = use.chunks * sum(counts)
         if width % parts:
-            return [], self._indivisible(fact, use, rule, parts, " + ".join(use.unit))
+            return [], 0, self._indivisible(fact, use, rule, parts, " + ".join(use.unit))
         head = self._head_width(fact)
         unit = width // parts
         if head is not None and width % head == 0 and unit % head:
-            return [], self._split_units(fact, use, rule, unit, head)
-        return [unit] * len(counts), None
+            return [], 0, self._split_units(fact, use, rule, unit, head)
+        return [unit] * len(counts), 0, None
 
     def width(self, text: str) -> int | None:
         """The width of a unit: a number, a size of the plan, or 1 where a rule names none beside others that have

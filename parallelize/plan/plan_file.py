@@ -31,6 +31,7 @@ from parallelize.plan.schema import (
     Size,
     Tie,
 )
+from parallelize.plan.styles.style import REST, StyleText
 from parallelize.plan.tensor_sections import TENSOR_SECTIONS, Sections, read_cases, read_rules, read_sections
 
 
@@ -268,13 +269,18 @@ def _check_sizes(reader: Reader, plan: Plan) -> None:
 
 
 def _check_sizes_of(reader: Reader, part: Plan | Case, sizes: dict[str, Size]) -> None:
-    used = [(name, rule.where) for rule in part.rules for name in rule.style.sizes]
+    used = [(name, rule.where) for rule in part.rules for name in _named_sizes(rule.style)]
     used += [(name, item.where) for item in part.local for name in item.sizes]
     used += [(item.size, item.where) for item in part.local_inputs]
     for name, where in used:
         if name not in sizes:
             fix = did_you_mean(name, sizes) if sizes else f"add `sizes: {{{name}: ...}}`"
             reader.problems.append(Problem("unknown-size", f"no size is called {name!r}", where, fix=fix))
+
+
+def _named_sizes(style: StyleText) -> list[str]:
+    """The sizes that a plan must have: not the rest of a dim, which has no width."""
+    return [name for name in style.sizes if name != REST or REST in style.widths]
 
 
 def _check_repeated(reader: Reader, plan: Plan) -> None:

@@ -18,7 +18,7 @@ from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ModuleRow, ParameterRow
 from parallelize.plan.schema import Plan
 from parallelize.plan.styles.contract import Conversion
-from parallelize.plan.styles.style import ModuleFacts
+from parallelize.plan.styles.style import REST, ModuleFacts
 
 # conversions for which shards, one after another, must be the full tensor -> what they do with it
 ORDERED = {
@@ -70,6 +70,11 @@ class _Relatives:
         """Whether a module has column and row linears, beside which its own parameters see a part of the data."""
         traits = [row.contract.traits for row in self.children.get(layer_name(name), ())]
         return any(trait.splits_output for trait in traits) and any(trait.sums_output for trait in traits)
+
+    def has_row_linear_around(self, name: str) -> bool:
+        """Whether a row linear stands beside the block of a module: it reads the shards that the block returns."""
+        parent = layer_name(name).rpartition(".")[0]
+        return bool(parent and self.siblings(parent, "sums_output"))
 
     def has_row_linear_in_a_list(self, name: str) -> bool:
         """Whether a list beside a module, such as `to_out`, has a row linear."""
@@ -204,7 +209,8 @@ def _replicated_among_shards(
         )
         yield Problem("unclear-gradient", what, row.rule.where, fix=fix)
     is_among_shards = sharded_siblings or (
-        relatives.siblings(name, "splits_output") and relatives.has_row_linear_in_a_list(name)
+        relatives.siblings(name, "splits_output")
+        and (relatives.has_row_linear_in_a_list(name) or relatives.has_row_linear_around(name))
     )
     is_among_shards = is_among_shards or relatives.holds_sharded_projections(name)
     if gradient == "partial" and not inside and not is_among_shards:
@@ -241,6 +247,7 @@ def _matching_splits(name: str, row: ModuleRow, model: ModelFacts, relatives: _R
         return
     style = row.rule.style
     units = {other.rule.style.unit for other in rows}
+    units |= {(unit,) if unit != REST else () for other in rows for unit in other.rule.style.unit}  # each of its chunks
     where = f"{generic(name)} and {generic(rows[0].fqn)}"
     if (not style.unit and () not in units) or (len(style.unit) > 1 and not {(unit,) for unit in style.unit} & units):
         what = f"{where} are sharded by different units: {style} and {rows[0].rule.style}"
@@ -270,7 +277,8 @@ def _counts_not_local(name: str, row: ModuleRow, plan: Plan, model: ModelFacts) 
     parent = layer_name(name).rpartition(".")[0]
     parent_module = model.objects.get(model.module_fqns.get(parent, parent))
     local = {item.attribute for item in plan.local}
-    for unit in row.rule.style.unit if row.contract.traits.splits_output else ():
+    units = [unit for unit in row.rule.style.unit if unit in plan.sizes]
+    for unit in units if row.contract.traits.splits_output else ():
         source = plan.sizes[unit].source
         if isinstance(source, str) and source not in local and type(vars(parent_module).get(source)) is int and parent:
             what = (

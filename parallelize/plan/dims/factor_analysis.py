@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
 
@@ -15,42 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from parallelize.plan.block_formats import is_conv1d
 from parallelize.plan.dims.factors import Dim, Factor, leaves, size_of
 from parallelize.plan.dims.record import FullDimUse, Record, Slice
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a factor occurs in a parameter.
-
-    Attributes:
-        parameter: one of its names. dim: of the parameter.
-        parts: the factors of the dim, of each part by itself where the forward splits it into parts (query, key,
-            value).
-    """
-
-    parameter: str
-    dim: int
-    parts: tuple[tuple[Factor, ...], ...]
-
-
-@dataclass(eq=False)
-class ShardableFactor:
-    """A factor that may be sharded, with all places in which parameters have it.
-
-    Attributes:
-        columns, rows: the linears that have it as an output dim, and those that sum over it.
-        block: the module whose input must be converted once, because full activations with a gradient meet the factor
-            inside it, such as the latents of MLA; empty: there is none.
-    """
-
-    factor: Factor
-    places: list[Place]
-    columns: list[str] = field(default_factory=list)
-    rows: list[str] = field(default_factory=list)
-    block: str = ""
-
-    @property
-    def linears(self) -> set[str]:
-        return {*self.columns, *self.rows}
+from parallelize.plan.dims.shardable_factors import Place, ShardableFactor, disjoint, join, joined_groups, linears_of
 
 
 @dataclass(frozen=True)
@@ -162,17 +127,20 @@ class FactorAnalysis:
                 for factor in {factor for part in parts for factor in part}:
                     places[factor].append(Place(name, index, parts))
         unblocked = [ShardableFactor(factor, where) for factor, where in places.items() if factor not in self.blocked]
-        usable = []
+        usable = {}
         for candidate in unblocked:
             reason = self._misplaced(candidate)
             if reason:
                 self.blocked[candidate.factor] = Blocked(reason)
             elif candidate.columns and candidate.rows:
-                usable.append(candidate)
-        return sorted(usable, key=lambda candidate: -self._elements(candidate))
+                usable[candidate.factor] = candidate
+        for candidate in join(usable):
+            first = min(candidate.linears)
+            self.blocked[candidate.factor] = Blocked(f"{first} has it beside other features that are not sharded")
+        return sorted(usable.values(), key=lambda candidate: -self._elements([candidate]))
 
-    def _elements(self, candidate: ShardableFactor) -> int:
-        parameters = {place.parameter for place in candidate.places}
+    def _elements(self, group: Iterable[ShardableFactor]) -> int:
+        parameters = {place.parameter for candidate in group for place in candidate.places}
         return sum(prod(map(size_of, self.record.parameters[name])) for name in parameters)
 
     def parts_of(self, dim: Dim) -> tuple[tuple[Factor, ...], ...]:
@@ -199,7 +167,7 @@ class FactorAnalysis:
                 if place.dim == 1 and place.parameter in tables:
                     return f"it is the width of the embeddings of {module}"
                 if is_depthwise(self.modules.get(module)):
-                    if not self._leads(candidate.factor, place):
+                    if len(place.parts) > 1 and any(part[:1] != (candidate.factor,) for part in place.parts):
                         return f"{module} has it inside of another dim"
                     continue
                 if is_grouped(self.modules.get(module)):
@@ -214,10 +182,10 @@ class FactorAnalysis:
             if is_parametrized(linear):
                 return f"the weight of {module} is {_PARAMETRIZED}"
             is_output = key == "bias" or place.dim == output_dim(linear)
-            if is_output and not self._leads(candidate.factor, place):
-                return f"the output of {module} has it inside of another dim"
-            if not is_output and (len(place.parts) > 1 or place.parts[0][0] is not candidate.factor):
-                return f"the input of {module} has it inside of another dim"
+            is_chunk = is_output and len(place.parts) == 1  # after a count of equal chunks
+            if not (is_chunk or self._leads(candidate.factor, place)):
+                return f"the {'output' if is_output else 'input'} of {module} has it inside of another dim"
+            candidate.joined |= {part[0] for part in place.parts if candidate.factor not in part}
             linears = candidate.columns if is_output else candidate.rows
             if module not in linears:
                 linears.append(module)
@@ -225,10 +193,8 @@ class FactorAnalysis:
         return f"the input and the output of {both} are added" if both else ""
 
     def _leads(self, factor: Factor, place: Place) -> bool:
-        """Whether a shard of each part is a range: the factor is the first, or comes after a count of equal chunks."""
-        if len(place.parts) > 1:
-            return all(part and part[0] is factor for part in place.parts)
-        return factor in place.parts[0]
+        """Whether a shard of each part is a range: the factor is the first, or not in it, where another one is."""
+        return all(part and (part[0] is factor or factor not in part) for part in place.parts)
 
     # -- the choice ----------------------------------------------------------------------------------------------------
 
@@ -240,72 +206,43 @@ class FactorAnalysis:
         """
         banned: set[str] = set(without)
         beside_banned: dict[str, str] = {}
-        possible: list[ShardableFactor] = []
-        for candidate in self.candidates():
-            linears = candidate.linears
-            reason = self._read_beside(candidate)
+        possible: list[list[ShardableFactor]] = []
+        for group in joined_groups(self.candidates(), self._elements):
+            linears = linears_of(group)
+            reason = self._read_beside(group)
             if reason:
-                self.blocked[candidate.factor] = Blocked(reason)
+                self.blocked |= {candidate.factor: Blocked(reason) for candidate in group}
             elif linears & banned:
                 beside_banned |= dict.fromkeys(linears - banned, min(linears & banned))
             else:
-                possible.append(candidate)
-        chosen = self._disjoint(possible)
-        used = {name for candidate in chosen for name in candidate.linears}
+                possible.append(group)
+        chosen = [candidate for group in disjoint(possible, self._elements) for candidate in group]
+        used = linears_of(chosen)
         factors = {candidate.factor for candidate in chosen}
         columns = {name for candidate in chosen for name in candidate.columns}
         return Choice(chosen, self.partial_of(factors, columns), self._whole(used, banned, beside_banned))
 
-    def _disjoint(self, candidates: list[ShardableFactor]) -> list[ShardableFactor]:
-        """Factors of which no two have a linear in common, the largest first.
-
-        A factor waits where others that it excludes are larger together: the width of a text that the keys and values
-        of all layers read excludes the heads of each layer.
-        """
-        used: set[str] = set()
-        chosen: list[ShardableFactor] = []
-        waiting: list[ShardableFactor] = []
-        for index, candidate in enumerate(candidates):
-            if not candidate.linears & used:
-                rivals = self._rivals(candidate, candidates[index + 1 :], used)
-                outdone = sum(map(self._elements, rivals)) > self._elements(candidate)
-                (waiting if outdone else chosen).append(candidate)
-                used |= set() if outdone else candidate.linears
-        for candidate in waiting:
-            if not candidate.linears & used:
-                chosen.append(candidate)
-                used |= candidate.linears
-        return chosen
-
-    def _rivals(
-        self, candidate: ShardableFactor, smaller: list[ShardableFactor], used: set[str]
-    ) -> list[ShardableFactor]:
-        """Smaller factors that this one excludes, and that do not exclude each other."""
-        taken, rivals = set(used), []
-        for other in smaller:
-            if other.linears & candidate.linears and not other.linears & taken:
-                rivals.append(other)
-                taken |= other.linears
-        return rivals
-
-    def _read_beside(self, candidate: ShardableFactor) -> str:
-        """Whether an activation that has a gradient and not this factor meets one with it outside of a column linear,
-        and of a block whose input is converted for all that is in it, which is noted."""
-        block = self._block_of(candidate)
+    def _read_beside(self, group: list[ShardableFactor]) -> str:
+        """Whether an activation that has a gradient and none of these factors meets one with them outside of a column
+        linear, and of a block whose input is converted for all that is in it, which is noted."""
+        block = self._block_of(group)
+        factors = {candidate.factor for candidate in group}
+        columns = {name for candidate in group for name in candidate.columns}
         for use in self.record.uses:
-            if use.operand is None or use.module in candidate.columns or use.module in self.norms:
+            if use.operand is None or use.module in columns or use.module in self.norms:
                 continue
-            if self.has(use.out, {candidate.factor}) and not self.has(use.operand, {candidate.factor}):
+            if self.has(use.out, factors) and not self.has(use.operand, factors):
                 if not block or not f"{use.module}.".startswith(f"{block}."):
                     where = use.module or "the model"
                     return f"{use.operation} in {where} reads it beside a full tensor that has a gradient"
-                candidate.block = block
+                for candidate in group:
+                    candidate.block = block
         return ""
 
-    def _block_of(self, candidate: ShardableFactor) -> str:
-        """The innermost module that contains all linears of a factor, if it is called on hidden states and is not a
-        whole layer."""
-        names = [name.split(".") for name in candidate.linears]
+    def _block_of(self, group: list[ShardableFactor]) -> str:
+        """The innermost module that contains all linears of these factors, if it is called on hidden states and is not
+        a whole layer."""
+        names = [name.split(".") for name in linears_of(group)]
         common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
         block = ".".join(parts[0] for parts in common)
         is_called = any(call.module == block for call in self.record.calls)

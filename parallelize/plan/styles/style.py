@@ -156,6 +156,11 @@ def _contract_of_codes(contract: Contract, module: ModuleFacts) -> Contract:
     return replace(contract, uses=uses, local_attributes=attributes)
 
 
+REST = "rest"
+"""In the place of a size: the features that the other chunks of a dim leave, an equal part of them in each such
+chunk. A plan may have a size of this name, which then counts."""
+
+
 def terms_of(text: str) -> tuple[tuple[str, str], ...]:
     """(name, width or "") of each term of `a + b*width`; empty for an empty text."""
     terms = (part.partition("*") for part in text.split("+")) if text else ()

@@ -12,18 +12,12 @@ from torch import nn
 from parallelize.axes.tensor.layers.norms import check_gated_norm, check_rms_norm
 from parallelize.base.errors import ModelError
 from parallelize.plan.attribute_paths import dotted
-from parallelize.plan.dims.factor_analysis import (
-    Choice,
-    FactorAnalysis,
-    Place,
-    ShardableFactor,
-    is_depthwise,
-    is_grouped,
-    output_dim,
-)
+from parallelize.plan.dims.factor_analysis import Choice, FactorAnalysis, is_depthwise, is_grouped, output_dim
 from parallelize.plan.dims.factors import Factor, leaves, size_of
+from parallelize.plan.dims.shardable_factors import Place, ShardableFactor
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
+from parallelize.plan.styles.style import REST
 from parallelize.tools.derivation.patterns import leaves_something, note_partial, other_parameters, vocabulary_rules
 from parallelize.tools.derivation.plan_text import has_width
 from parallelize.tools.derivation.region_search import (
@@ -97,13 +91,10 @@ class Drafting:
         self.unit = "heads"  # what a size without a field of the config counts
 
     def run(self) -> Draft:
+        reasons = {candidate.factor: self._refused(candidate) for candidate in self.choice.candidates}
         for candidate in self.choice.candidates:
-            size = candidate.factor.size
-            if not self._has_names(candidate):
-                self.draft.whole |= dict.fromkeys(candidate.linears, f"no field of the config is {size}")
-            elif (self._has_units(candidate) or self._has_groups(candidate)) and self._is_uneven(candidate):
-                self.draft.whole |= dict.fromkeys(candidate.linears, f"tp={self.tp} does not divide its {size} units")
-            elif refused := self._refused_norm(candidate):
+            refused = next(filter(None, (reasons[factor] for factor in (candidate.factor, *candidate.joined))), "")
+            if refused:
                 self.draft.whole |= dict.fromkeys(candidate.linears, refused)
             else:
                 self._shard(candidate)
@@ -125,6 +116,15 @@ class Drafting:
         }
         self.draft.default = "replicate" if leaves_something(self.model, self.draft.styles) else ""
         return self.draft
+
+    def _refused(self, candidate: ShardableFactor) -> str:
+        """Why a factor is not sharded, though nothing needs all of it; empty: it is."""
+        size = candidate.factor.size
+        if not self._has_names(candidate):
+            return f"no field of the config is {size}"
+        if (self._has_units(candidate) or self._has_groups(candidate)) and self._is_uneven(candidate):
+            return f"tp={self.tp} does not divide its {size} units"
+        return self._refused_norm(candidate)
 
     def _has_names(self, candidate: ShardableFactor) -> bool:
         """Whether the counts of a factor are fields of the config: a number would be that of the small model.
@@ -183,8 +183,11 @@ class Drafting:
                 if has_units:
                     self._note_count(candidate, place)
             elif key == "weight":
-                units = self._size_name(self._count(candidate, place.parts[0])) if has_units else ""
-                self.draft.styles[module] = _call("rowwise", units)
+                is_packed = len(place.parts) > 1
+                units = self._size_name(self._count(candidate, place.parts[0])) if has_units and not is_packed else ""
+                self.draft.styles[module] = _call(
+                    "rowwise", self._units(candidate, place, has_units) if is_packed else units
+                )
         if has_units and self._may_share_units(candidate):
             self.draft.below.append(self._size_name(candidate.factor.size))
         for (module, attribute), run in runs.items():
@@ -197,11 +200,13 @@ class Drafting:
                 self.draft.local.setdefault(module, {})[attribute] = self.draft.local[divided][by]
 
     def _parts(self, candidate: ShardableFactor) -> list[tuple[Factor, ...]]:
-        return [part for place in candidate.places for part in place.parts]
+        return [part for place in candidate.places for part in place.parts if candidate.factor in part]
 
     def _units(self, candidate: ShardableFactor, place: Place, has_units: bool) -> str:
         """The argument of `colwise`."""
         parts = self._chunks(candidate, place)
+        if len({part[0] for part in parts}) > 1:
+            return " + ".join(map(self._joined_units, parts))
         if has_units:
             return self._sum_of_units(candidate, parts)
         return f"chunks={len(parts)}" if len(parts) > 1 else ""
@@ -213,6 +218,14 @@ class Drafting:
             return " + ".join(self._unit(candidate, part) for part in parts)
         counts = [self._size_name(self._count(candidate, part)) for part in parts]
         return " + ".join(f"{count}*{self._width_name(width)}" for count, width in zip(counts, widths, strict=True))
+
+    def _joined_units(self, part: tuple[Factor, ...]) -> str:
+        """The units of one part of a dim, with their width; the rest, for features that have no name."""
+        candidate = next(each for each in self.choice.candidates if each.factor is part[0])
+        if not self._has_units(candidate):
+            return REST
+        count = self._count(candidate, part)
+        return f"{self._size_name(count)}*{self._width_name(size_of(part) // count)}"
 
     def _width_name(self, width: int) -> str:
         """The size that is a width of units; the number where a field of the config has none."""
@@ -301,7 +314,9 @@ class Drafting:
     def _note_count(self, candidate: ShardableFactor, place: Place) -> None:
         """An attribute of the linear's block with the name of the config's field counts the same heads, read or not."""
         parent = place.parameter.rpartition(".")[0].rpartition(".")[0]
-        for part in place.parts if len(place.parts) > 1 else self._chunks(candidate, place):
+        for part in self._chunks(candidate, place):
+            if candidate.factor not in part:
+                continue
             source = self._source(self._count(candidate, part))
             if parent and isinstance(source, str) and type(vars(self.analysis.modules[parent]).get(source)) is int:
                 self.draft.local.setdefault(parent, {})[source] = self._size_name(self._count(candidate, part))

@@ -168,7 +168,8 @@ def apply_fsdp(module: nn.Module, mesh: MeshView, options: DataOptions, resolved
     deferring = {_unit_of(head, names) for head in deferred_heads(module)}
     ranks_of = DataRanksOf(mesh, 3, record_of(module))
     folded = _folded_experts(module)  # inside of units, and sharded before them
-    names = [*folded, *(name for name in names if name not in folded)]
+    inner_first = sorted(names, key=lambda name: -name.count("."))  # `fully_shard` leaves out what it sharded before
+    names = [*folded, *(name for name in inner_first if name not in folded)]
     units = [module.get_submodule(name) for name in names]
     for name, unit in [*zip(names, units, strict=True), ("", module)]:
         if any(True for _ in unit.parameters()) or unit is module:

@@ -243,7 +243,7 @@ def unet() -> nn.Module:
             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
             block_out_channels=(24, 40),
             layers_per_block=1,
-            norm_num_groups=4,
+            norm_num_groups=8,
             cross_attention_dim=18,
             attention_head_dim=4,
         )

@@ -61,6 +61,53 @@ def test_groups_that_several_ranks_store():
     assert layout.shared(1) == ((6, 11, (0, 1)),) and rows.attributes == {"mixer": {"width": 6 + 5}}
 
 
+def of_up(style: str, sizes: tuple[str, ...] = ("heads", "head_dim")) -> str:
+    """A plan with a style of `up`, which has 38 features, and with the sizes that it names."""
+    named = ", ".join(f"{name}: {name}" for name in sizes if name in style)
+    return f"sizes: {{{named}}}\ntensor_parallel:\n  mixer.up: {style}\n  mixer.down: replicate\n"
+
+
+@pytest.mark.parametrize(
+    ("style", "owned"),
+    [
+        ("colwise(heads*head_dim + rest)", ((12, 24), (31, 38))),
+        ("colwise(rest + heads*head_dim)", ((7, 14), (26, 38))),
+        ("colwise(heads*head_dim + rest + rest)", ((12, 24), (28, 31), (35, 38))),  # 4 and 3 of each seven
+        ("colwise(heads + rest)", ((2, 4), (21, 38))),  # one feature for each head
+        ("colwise(heads*3 + rest, chunks=2)", ((3, 6), (13, 19), (22, 25), (32, 38))),
+        ("colwise(rest)", ((19, 38),)),
+    ],
+)
+def test_the_rest_of_a_dim_is_a_chunk(style, owned):
+    assert resolved(of_up(style), 2).parameters["mixer.up.weight"].layout.owned[1] == owned
+
+
+@pytest.mark.parametrize(
+    ("style", "slug"),
+    [
+        ("colwise(heads*10 + rest)", "indivisible-units"),  # 40 of 38
+        ("colwise(heads*7 + rest + rest + rest)", "indivisible-units"),  # 10 in three
+        ("colwise(heads*rest)", "unknown-size"),
+    ],
+)
+def test_a_rest_that_is_none(style, slug):
+    with pytest.raises(PlanError) as error:
+        resolved(of_up(style), 2)
+    assert slug in error.value.slugs, str(error.value)
+
+
+def test_a_size_called_rest_counts():
+    text = of_up("colwise(rest)").replace("sizes: {}", "sizes: {rest: 19}")
+    with pytest.raises(PlanError, match="uneven-heads"):
+        resolved(text, 2)
+
+
+def test_a_row_linear_over_the_rest_meets_columns_without_units():
+    text = "sizes: {heads: heads}\ntensor_parallel:\n  mixer.up: colwise\n  mixer.down: rowwise(heads*2 + rest)\n"
+    layout = resolved(text, 2).parameters["mixer.down.weight"].layout
+    assert layout.owned == (((0, 4), (8, 16)), ((4, 8), (16, 24)))
+
+
 def test_chunks_that_repeat_have_a_part_of_all_units():
     text = "sizes: {h: 8}\ntensor_parallel:\n  mixer.up: replicate\n  mixer.down: rowwise(h, chunks=2)\n"
     assert resolved(text, 2).parameters["mixer.down.weight"].layout.owned[0] == ((0, 6), (12, 18))

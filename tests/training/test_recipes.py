@@ -25,6 +25,7 @@ RECIPES = {
     "mixture": 4,
     "long_context": 3,
     "own_model": 4,
+    "flow_matching": 3,
 }
 MOST_LINES = 120
 OTHER_MESHES = {

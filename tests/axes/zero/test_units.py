@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallelize import ModelError, build_mesh, load_plan, parallelize_model, shard_data
+from parallelize import ModelError, build_mesh, full_gradients, load_plan, parallelize_model, shard_data
 from parallelize.base.mesh import MeshSpec
 from parallelize.plan.models.model_source import ModelSource
 from parallelize.tools.analysis.cost.setting import Setting
@@ -87,3 +87,24 @@ def test_a_model_whose_layers_nothing_names_is_said_to_be_one_unit(num_layers, c
         caplog.clear()
         shard_data(model, mesh, 3, units=["layers.*"] if num_layers else ["first"])
     assert not caplog.text
+
+
+@pytest.mark.parametrize("units", [["0", "0.0"], ["0.0", "0"]], ids=str)
+def test_a_unit_inside_of_another_may_be_called_by_itself(units):
+    """As a part of the first block that a forward calls once more at its end. The order of the units is any."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)).double()
+    models, x = [copy.deepcopy(plain) for _ in range(2)], torch.randn(2, 3, 4, dtype=torch.float64)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) * model[0][0](x)).sum()
+
+    loss(plain, x.flatten(0, 1)).backward()
+
+    def body(rank: int) -> None:
+        model = shard_data(models[rank], build_mesh("cpu", dp=2), 3, units=units)
+        loss(model, x[rank]).backward()
+        for name, gradient in full_gradients(model).items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+
+    run_ranks(2, body)

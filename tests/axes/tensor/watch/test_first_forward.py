@@ -41,6 +41,41 @@ def test_the_error_names_the_operation_the_module_and_the_line():
         run_ranks(2, body)
 
 
+class Failing(nn.Module):
+    """A model whose forward fails, with a hook of the user's that is called then too."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.fails = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), True
+
+    def forward(self, x):
+        if self.fails:
+            raise KeyError("of the model")
+        return self.down(self.up(x).relu())
+
+
+def test_a_forward_that_fails_keeps_its_error_and_the_next_is_watched():
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        plain = Failing()
+        model = parallelize_module(copy.deepcopy(plain), build_mesh("cpu", tp=2), {"up": "colwise", "down": "rowwise"})
+        x, results = torch.ones(2, WIDTH), []
+        model.register_forward_pre_hook(lambda module, args: None)
+        for _ in range(2):
+            late = model.register_forward_pre_hook(
+                lambda module, args: results.append(module.register_forward_hook(lambda *_: None, always_call=True))
+            )
+            with pytest.raises(KeyError, match="of the model"):
+                model(x)
+            late.remove()
+        hooks = len(model._forward_hooks)
+        model.fails = plain.fails = False
+        torch.testing.assert_close(model(x), plain(x))
+        assert len(model._forward_hooks) == hooks - 1  # that of the failed forward is gone
+
+    run_ranks(2, body)
+
+
 # -- features -----------------------------------------------------------------------------------------------------
 
 

@@ -68,7 +68,7 @@ def _segments(columns: list[list[str]], names: list[list[str]]) -> Iterator[str]
     for index, column in enumerate(columns):
         every = {parts[index] for parts in names}
         names = [parts for parts in names if parts[index] in column]
-        if len(column) == 1:
+        if len(column) == 1 and not (column[0].isdigit() and every == {column[0]}):
             yield column[0]
         else:
             yield "*" if set(column) == every else "{" + ",".join(column) + "}"

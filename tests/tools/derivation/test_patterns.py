@@ -53,6 +53,7 @@ def styles_of(*words, style="colwise"):
             | {f"layers.1.mlp.{i}": "colwise" for i in range(3)},
             {"layers.0.attn": "gather", "layers.2.attn": "colwise", "layers.1.mlp.*": "colwise"},
         ),
+        ({"layers.0.mlp.1": "rowwise", "layers.2.mlp.1": "rowwise"}, {"layers.{0,2}.mlp.1": "rowwise"}),
         (styles_of("embed", "head"), {"embed": "colwise", "head": "colwise"}),  # whose key would need quotes
         (styles_of("norm", "attn", style="gather"), {"layers.*.norm": "gather", "layers.*.attn": "gather"}),
     ],
@@ -262,3 +263,8 @@ def test_a_file_of_a_type_says_so():
 
 def test_a_check_that_is_turned_off_is_named():
     assert "\nallow: reads-sequence  # such a line" in text_of(styles_of("embed"), allow="reads-sequence")
+
+
+def test_a_list_of_one_layer_serves_models_with_more():
+    names = ["layers.0", "layers.0.out", "layers.0.out.0", "layers.0.out.1"]
+    assert pattern_rules({"layers.0.out.0": "rowwise"}, names) == {"layers.*.out.0": "rowwise"}

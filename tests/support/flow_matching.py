@@ -27,11 +27,9 @@ LISTS = {
     "unet": ["down_blocks.*.resnets", "up_blocks.*.resnets"],
 }
 BOTH_STREAMS = "carry: [hidden_states, encoder_hidden_states]"
-STAGES = {
+STAGES = {  # in the place of what the derived plan says
     "sd3": f"layers: transformer.transformer_blocks, {BOTH_STREAMS}",
     "cogvideox": f"layers: transformer.transformer_blocks, {BOTH_STREAMS}",
-    "wan": "layers: transformer.blocks, first: [transformer.patch_embedding, transformer.condition_embedder], "
-    "last: [transformer.scale_shift_table, transformer.proj_out]",
 }
 
 
@@ -85,9 +83,12 @@ def flow_of(name: str) -> tuple[nn.Module, str]:
     }
     text = derive_plan(model, example).text
     units = [f"transformer.{layers}.*" for layers in LISTS.get(name, ["transformer_blocks"])]
-    zero = [*units, *(["transformer.transformer_blocks.*.norm1.emb"] if name == "dit" else [])]
-    text += f"zero: {{units: {zero}}}\nrecompute: {{units: {units}}}\n"
-    return model, text + (f"pipeline: {{{STAGES[name]}}}\n" if name in STAGES else "")
+    inner = ["transformer.transformer_blocks.*.norm1.emb"] if name == "dit" else []  # which the model calls by itself
+    text += f"zero: {{units: {[*units, *inner]}}}\nrecompute: {{units: {units}}}\n"
+    if name in STAGES:
+        lines = [line for line in text.splitlines() if not line.startswith("pipeline:")]
+        text = "\n".join([*lines, f"pipeline: {{{STAGES[name]}}}", ""])
+    return model, text
 
 
 def _rows_of(batch: dict[str, Any], index: int, ranks: int) -> dict[str, Any]:

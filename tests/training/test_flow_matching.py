@@ -6,7 +6,8 @@ from math import prod
 
 import pytest
 
-from parallelize import PipelineError, PlanError
+from parallelize import PlanError
+from tests.support import flow_matching
 from tests.support.flow_matching import flow_of, train
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
@@ -36,6 +37,14 @@ def test_tp_and_zero(name, axes, options):
     check(name, axes, **options)
 
 
+def test_zero_of_a_derived_plan_without_units(monkeypatch):
+    """DiT calls the embedding of its first layer once more, so that the plan names no layers: one unit is the model."""
+    model, text = flow_of("dit")
+    assert "pipeline" not in text
+    monkeypatch.setattr(flow_matching, "flow_of", lambda name: (model, text.partition("zero:")[0]))
+    check("dit", {"dp": 2}, zero=3)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["sd3", "cogvideox"])
 def test_stages(name):
@@ -43,9 +52,10 @@ def test_stages(name):
 
 
 @pytest.mark.sweep
-def test_a_time_that_the_last_stage_reads_beside_its_layers():
+def test_what_stages_cannot_cut_is_refused():
+    """A time that is read beside the layers, by a parameter of the model itself."""
     flow_of("wan")
-    with pytest.raises(PipelineError, match="absent-module-used"):
+    with pytest.raises(PlanError, match="unassigned-parameter"):
         run_ranks(2, lambda rank: train("wan", {"pp": 2}, num_microbatches=2))
 
 

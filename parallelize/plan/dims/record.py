@@ -149,6 +149,7 @@ class Record:
         lookups: of embeddings.
         unknown: operations without a rule, with the modules that called them.
         calls: of modules with hidden states, in the order in which they began.
+        callers: (module, the innermost module whose forward called it) of every call.
         ratios: of attributes, in the order in which they were read.
         numbers: attributes that became real numbers, as in a scale: (module, attribute) of each.
         widths: the last dim of arguments that a module's forward asked for their shape: by module and `NAME.shape`.
@@ -171,6 +172,7 @@ class Record:
     lookups: list[Lookup] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
     calls: list[HiddenCall] = field(default_factory=list)
+    callers: set[tuple[str, str]] = field(default_factory=set)
     ratios: dict[Ratio, None] = field(default_factory=dict)
     numbers: set[tuple[str, str]] = field(default_factory=set)
     widths: dict[tuple[str, str], Dim] = field(default_factory=dict)

@@ -121,6 +121,7 @@ def _named_modules(record: Record, model: nn.Module, boundaries: Boundaries | No
                 call = _call_of(name, module, args, kwargs)
                 alive.append((args, kwargs))
                 record.calls += [call] if call is not None else []
+                record.callers.add((name, record.module))
                 running.append((record.module, call, record.arguments))
                 record.module, record.arguments = name, _tensor_arguments(module, args, kwargs)
                 return None if boundaries is None else boundaries.enter(name, module, args, kwargs)

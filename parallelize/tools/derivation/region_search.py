@@ -56,9 +56,21 @@ def find_regions(record: Record, model: nn.Module, styles: Mapping[str, str]) ->
 
 
 def layer_lists(record: Record, model: nn.Module) -> list[str]:
-    """The names of the lists of layers: the outermost ones, each of whose modules goes on from the one before it."""
+    """The names of the lists of layers: the outermost ones, each of whose modules goes on from the one before it, and
+    of whose insides nothing is called from outside: ZeRO gathers the parameters of a layer for its own forward."""
     calls = {call.module: call for call in record.calls}
-    return _outermost([name for name, _ in _chains(dict(model.named_modules()), calls)])
+    lists = _outermost([name for name, _ in _chains(dict(model.named_modules()), calls)])
+    return [name for name in lists if not _is_reached_from_outside(name, record)]
+
+
+def _is_reached_from_outside(layers: str, record: Record) -> bool:
+    """Whether a forward calls a module inside of a layer and not the layer, as the embedding of times that all layers
+    of DiT have."""
+    depth = layers.count(".") + 2
+    inside = [(name.split("."), caller) for name, caller in record.callers if name.startswith(f"{layers}.")]
+    return any(
+        len(parts) > depth and not f"{caller}.".startswith(".".join([*parts[:depth], ""])) for parts, caller in inside
+    )
 
 
 def _chains(modules: Mapping[str, nn.Module], calls: Mapping[str, HiddenCall]) -> list[tuple[str, nn.ModuleList]]:

@@ -55,10 +55,12 @@ class Failing(nn.Module):
 
 
 def test_a_forward_that_fails_keeps_its_error_and_the_next_is_watched():
+    models = [Failing()]
+    models += [copy.deepcopy(models[0]) for _ in range(3)]
+
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        plain = Failing()
-        model = parallelize_module(copy.deepcopy(plain), build_mesh("cpu", tp=2), {"up": "colwise", "down": "rowwise"})
+        plain, model = models[rank], models[2 + rank]
+        parallelize_module(model, build_mesh("cpu", tp=2), {"up": "colwise", "down": "rowwise"})
         x, results = torch.ones(2, WIDTH), []
         model.register_forward_pre_hook(lambda module, args: None)
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -335,18 +336,31 @@ class Drafting:
         return f"{self._size_name(kv_heads * size_of(run))}/{self._size_name(kv_heads)}"
 
     def _spread_local(self) -> None:
-        """Attributes that some layers read, in all layers of the same styles: other inputs, and larger models, read
-        them too."""
+        """Attributes that some layers read, in all layers of the same styles, also where another stage has heads of its
+        own: other inputs, and larger models, read them too."""
         first: dict[tuple[str, str, str], str] = {}  # the size tells stages apart, whose heads are of different fields
         for name, sizes in self.draft.local.items():
             for attribute, size in sizes.items():
                 first.setdefault((generic(name), attribute, size), name)
         for (pattern, attribute, size), donor in first.items():
-            value = self._value_of(donor, attribute)
-            for name in self.analysis.modules:
-                alike = generic(name) == pattern and self._inside(name) == self._inside(donor)
-                if alike and type(value) is int and self._value_of(name, attribute) == value:
-                    self.draft.local.setdefault(name, {}).setdefault(attribute, size)
+            value, counts = self._value_of(donor, attribute), self.draft.sizes
+            for name in self.analysis.modules if type(value) is int else ():
+                own = self._size_in(name, size, donor) if generic(name) == pattern else ""
+                factor = self._value(counts[own]) / self._value(counts[size]) if own != size and own else 1
+                if own and self._value_of(name, attribute) == value * factor:
+                    self.draft.local.setdefault(name, {}).setdefault(attribute, own)
+
+    def _size_in(self, name: str, size: str, donor: str) -> str:
+        """What a module has in the place of a size of another one, whose styles inside are the same but for the names
+        of sizes; empty: they differ."""
+        inside, own = self._inside(donor), self._inside(name)
+        if inside.keys() != own.keys() or size not in self.draft.sizes:
+            return size if inside == own else ""
+        words = [[word for key in inside for word in re.findall(r"\w+", styles[key])] for styles in (inside, own)]
+        pairs = set(zip(*words, strict=False))
+        same = len(words[0]) == len(words[1]) and all(a == b or {a, b} <= self.draft.sizes.keys() for a, b in pairs)
+        names = {b for a, b in pairs if a == size}
+        return names.pop() if same and len(names) == 1 else size if inside == own else ""
 
     def _value_of(self, module: str, attribute: str) -> Any:
         """None of a field of a config, which layers may share."""

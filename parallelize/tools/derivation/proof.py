@@ -132,21 +132,19 @@ def provable(source: ModelSource, model: nn.Module, example: Mapping[str, Any] |
 
 def _logits(model: nn.Module, inputs: Mapping[str, Any], output: Any) -> torch.Tensor | None:
     """Of a language model: [batch, length, vocabulary], a score of each token at each position."""
-    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
-    if isinstance(output, tuple) and output and len(list(floating_in(output))) == 1:  # as in `(logits, None)`
-        logits = output[0]
-    if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
-        return None
-    return logits if logits.shape[-1] == _vocabulary(model, inputs, logits.shape[:2]) else None
-
-
-def _vocabulary(model: nn.Module, inputs: Mapping[str, Any], positions: torch.Size) -> int | None:
-    """By the config; of other models the rows of the largest table, where they are called with ids at these
-    positions."""
     config: Any = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
-    if getattr(config, "vocab_size", None) is not None:
-        return int(config.vocab_size)
+    vocabulary, floats = getattr(config, "vocab_size", None), list(floating_in(output))
+    logits = getattr(output, "logits", output)
+    if vocabulary is None and len(floats) == 1:  # of one's own model, also as in `(logits, None)`
+        logits = floats[0]
+        vocabulary = _rows_of_ids(model, inputs, logits.shape[:2])
+    is_language = isinstance(logits, torch.Tensor) and logits.ndim == 3 and logits.shape[-1] == vocabulary
+    return logits if is_language and isinstance(logits, torch.Tensor) else None
+
+
+def _rows_of_ids(model: nn.Module, inputs: Mapping[str, Any], positions: torch.Size) -> int | None:
+    """The rows of the largest table of a model that is called with ids at these positions."""
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     ids = [x for x in inputs.values() if isinstance(x, torch.Tensor) and not x.is_floating_point()]
     return max(tables, default=None) if any(x.shape == positions for x in ids) else None

@@ -78,7 +78,9 @@ tensor_parallel:
   "**": replicate
 """,
     "TransformerEncoder": TRANSFORMER.format(
-        name="TransformerEncoder", layers="", rules="  layers.*:\n" + ATTENTION.format(name="self_attn") + LINEARS
+        name="TransformerEncoder",
+        layers="pipeline: {layers: layers}\n",
+        rules="  layers.*:\n" + ATTENTION.format(name="self_attn") + LINEARS,
     ),
     "TransformerDecoder": TRANSFORMER.format(
         name="TransformerDecoder",
@@ -361,4 +363,4 @@ def test_an_encoder_and_a_decoder():
     assert rules[f"{cross}.{{k,v}}"] == "colwise(heads, input=full)" and rules[f"{cross}.o"] == "rowwise(heads)"
     regions = [(region.layers, region.leave) for region in derived.plan.regions]
     assert regions == [(f"{side}.block", f"{side}.final_layer_norm") for side in ("encoder", "decoder")]
-    assert derived.proof.ok and derived.share > 0.99
+    assert derived.proof.ok and derived.share > 0.98 and derived.whole == {}  # norms are the rest of a small model

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from parallelize.axes.tensor.layers.norms import check_gated_norm, check_rms_norm
 from parallelize.base.errors import ModelError
-from parallelize.plan.attribute_paths import dotted
 from parallelize.plan.dims.factor_analysis import Choice, FactorAnalysis, is_depthwise, is_grouped, output_dim
 from parallelize.plan.dims.factors import Factor, leaves, size_of
 from parallelize.plan.dims.shardable_factors import Place, ShardableFactor
 from parallelize.plan.model_facts import describe
-from parallelize.plan.pattern import generic
 from parallelize.plan.styles.style import REST
 from parallelize.tools.derivation.patterns import leaves_something, note_partial, other_parameters, vocabulary_rules
 from parallelize.tools.derivation.plan_text import has_width
@@ -27,6 +23,7 @@ from parallelize.tools.derivation.region_search import (
     partial_inside,
     with_argument,
 )
+from parallelize.tools.derivation.spread_sizes import spread_local
 
 _CHANNEL_NORMS = (nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 _PROJECTIONS = ("colwise", "rowwise")
@@ -104,7 +101,8 @@ class Drafting:
         if self.logits:
             styles = self.draft.styles
             styles |= vocabulary_rules(self.analysis, self.fields, styles, self.logits)
-        self._spread_local()
+        counts = {name: self._value(source) for name, source in self.draft.sizes.items()}
+        spread_local(self.draft.local, self.draft.styles, counts, self.analysis.modules)
         note_partial(self.draft.styles, self.model, self.choice.partial)
         self._share_inputs()
         for module in self.draft.local:  # what is said of an input is said of a module that has a rule
@@ -334,41 +332,6 @@ class Drafting:
             return self._sum_of_units(candidate, parts)
         kv_heads = candidate.factor.size
         return f"{self._size_name(kv_heads * size_of(run))}/{self._size_name(kv_heads)}"
-
-    def _spread_local(self) -> None:
-        """Attributes that some layers read, in all layers of the same styles, also where another stage has heads of its
-        own: other inputs, and larger models, read them too."""
-        first: dict[tuple[str, str, str], str] = {}  # the size tells stages apart, whose heads are of different fields
-        for name, sizes in self.draft.local.items():
-            for attribute, size in sizes.items():
-                first.setdefault((generic(name), attribute, size), name)
-        for (pattern, attribute, size), donor in first.items():
-            value, counts = self._value_of(donor, attribute), self.draft.sizes
-            for name in self.analysis.modules if type(value) is int else ():
-                own = self._size_in(name, size, donor) if generic(name) == pattern else ""
-                factor = self._value(counts[own]) / self._value(counts[size]) if own != size and own else 1
-                if own and self._value_of(name, attribute) == value * factor:
-                    self.draft.local.setdefault(name, {}).setdefault(attribute, own)
-
-    def _size_in(self, name: str, size: str, donor: str) -> str:
-        """What a module has in the place of a size of another one, whose styles inside are the same but for the names
-        of sizes; empty: they differ."""
-        inside, own = self._inside(donor), self._inside(name)
-        if inside.keys() != own.keys() or size not in self.draft.sizes:
-            return size if inside == own else ""
-        words = [[word for key in inside for word in re.findall(r"\w+", styles[key])] for styles in (inside, own)]
-        pairs = set(zip(*words, strict=False))
-        same = len(words[0]) == len(words[1]) and all(a == b or {a, b} <= self.draft.sizes.keys() for a, b in pairs)
-        names = {b for a, b in pairs if a == size}
-        return names.pop() if same and len(names) == 1 else size if inside == own else ""
-
-    def _value_of(self, module: str, attribute: str) -> Any:
-        """None of a field of a config, which layers may share."""
-        return None if attribute.startswith("config.") else dotted(self.analysis.modules[module], attribute)
-
-    def _inside(self, name: str) -> dict[str, str]:
-        """The styles of what is in a module, by the rest of its name."""
-        return {key[len(name) :]: style for key, style in self.draft.styles.items() if key.startswith(name + ".")}
 
     def _is_ratio(self, candidate: ShardableFactor, run: tuple[Factor, ...]) -> bool:
         """Whether a run of factors is the number of query heads for each key/value head of this factor."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -25,10 +26,11 @@ from torch import nn
 
 from parallelize.axes.batch.media_rows import TOWER_OUTPUTS
 from parallelize.axes.pipeline.absent_parameters import AbsentParameters
+from parallelize.axes.pipeline.early_calls import watched
 from parallelize.axes.pipeline.transport import Nested, StageHeader
 from parallelize.axes.tensor.region import Region
 from parallelize.axes.zero.router_loss import receive_router_sums, router_sums_to_send
-from parallelize.base.errors import ModelError, Problem
+from parallelize.base.errors import ModelError, Problem, short_list
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.base.torch_private.torch_dynamo import InterceptedCall
 from parallelize.comm.handshake import digest
@@ -146,8 +148,10 @@ class StageRunner:
         try:
             receive_router_sums(self.module, content.get("router"))
             torch.set_grad_enabled(now.grad and first == 0)  # code before the first unit runs on NaN
-            with self.absent.shown(self.device, is_watched=make_header) as read:
+            with self.absent.shown(self.device, is_watched=make_header) as read, self._early_calls(now) as early:
                 result = self.module(*args, **kwargs)
+            if early:
+                raise self._too_early(first, early)
             if not now.entered and stage:
                 raise self._order(first, "is never called")
             if now.end is None and stop < len(self.units):
@@ -309,6 +313,19 @@ class StageRunner:
 
     def _carried(self, unit: str, call: dict[int | str, Any]) -> dict[int | str, Any]:
         return carried_arguments(self.modules.get(unit), call, self.cut.stages.cuts.carry)
+
+    def _early_calls(self, now: _RunningForward) -> AbstractContextManager[list[str]]:
+        """The modules that are called before the stage begins, once for each signature of the inputs."""
+        if not (now.make_header and now.first and now.grad):
+            return nullcontext([])
+        units = ((unit, self.modules[unit]) for unit in self.units[now.first : now.stop] if unit in self.modules)
+        return watched(units, lambda: now.entered)
+
+    def _too_early(self, first: int, names: list[str]) -> ModelError:
+        unit = self.units[first]
+        what = f"{short_list(names)} is called before its stage begins at {unit}, and would get no gradient"
+        fix = "cut elsewhere, or name the modules that run first under `pipeline: {first: [...]}`"
+        return ModelError(Problem("unit-order", what, self.cut.stages.cuts.where, fix=fix))
 
     def _order(self, index: int, what: str) -> ModelError:
         fix = "list modules under `pipeline:` in the order in which the forward calls them, each called once"

@@ -79,6 +79,48 @@ def test_a_first_stage_that_reads_a_parameter_of_the_last_is_refused_by_its_name
         assert error < 1e-12
 
 
+class Tower(nn.Module):
+    """Its text is embedded before the tower runs, inside of a part that comes after it."""
+
+    def __init__(self, is_early=True):
+        super().__init__()
+        self.tower = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.text = Text()
+        self.is_early = is_early
+
+    def forward(self, ids, x):
+        text = self.text.embed(ids) if self.is_early else 0.0
+        for block in self.tower:
+            x = block(x).tanh()
+        return self.text(x + text)
+
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, x):
+        return self.head(x)
+
+
+def test_a_module_that_runs_before_its_stage_is_refused_by_its_name():
+    ids, targets = torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
+    x = torch.randn(4, 6, 8)
+
+    def body(rank):
+        options = {"cuts": Cuts("tower", last=("text",)), "num_microbatches": 2, "check_replicated": False}
+        mesh = build_mesh("cpu", pp=2)
+        parallelize_model(Tower(is_early=False), mesh, **options).step(ids, x, targets=targets)
+        parallel = parallelize_model(Tower(), mesh, **options)
+        with pytest.raises(PipelineError) as error:
+            parallel.step(ids, x, targets=targets)
+        return str(error.value)
+
+    for text in run_ranks(2, body):
+        assert "unit-order: text.embed is called before its stage begins at tower." in text
+
+
 def test_a_stage_is_printed():
     """Norms of `transformers` print the shape of their weight, which is None where another stage has it."""
     model = tiny_model("llama")

@@ -181,15 +181,17 @@ _OTHER_WEIGHTS = 3
 
 
 def _of_more_weights(feature: Feature, kind_name: str, deep: bool, expected: Records) -> dict[str, float]:
-    """As `bounds_of`, but the error of one rank is the largest for these weights and others that are near them: the
-    rounding of a gradient that is nearly zero differs between two draws by more than the factor of three."""
-    bounds = dict(bounds_of(feature, kind_name, deep, expected))
+    """As `bounds_of`, but the error of one rank is the largest for these weights and others that are near them, at most
+    twice that for these: the rounding of a gradient that is nearly zero differs between two draws by more than the
+    factor of three."""
+    usual = bounds_of(feature, kind_name, deep, expected)
+    bounds = dict(usual)
     for seed in range(_OTHER_WEIGHTS):
         models = _moved(models_of(feature, kind_name, deep), 1e-3, seed)
         expected_here = _alone(feature, kind_name, deep, models)
         own = _on_one_rank(feature, kind_name, deep, models)
         for group, (error, _) in errors_of(own, expected_here).items():
-            bounds[group] = max(bounds[group], 3 * error)
+            bounds[group] = max(bounds[group], min(3 * error, 2 * usual[group]))
     return bounds
 
 

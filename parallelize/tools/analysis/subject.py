@@ -13,6 +13,7 @@ from math import gcd
 from typing import Any
 
 import torch
+from torch import nn
 
 from parallelize.axes.pipeline.schedules import Schedule
 from parallelize.axes.tensor.overlap_sites import planned_call_sites
@@ -31,6 +32,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.stages import Stages
+from parallelize.state.randomness.init.initialize import build_on_meta
 from parallelize.tools.analysis.cost.data_axes import OwnerSteps, depends_on, matrix_parameters, owner_steps
 from parallelize.tools.analysis.cost.setting import Setting, check_setting
 from parallelize.tools.analysis.cost.training_step import RankStep
@@ -57,6 +59,7 @@ class Subject:
     outline: tuple[OutlinedSubject | None] | None = None
     _facts: dict[str, ModelFacts] = field(default_factory=dict)
     _plans: dict[tuple[bool, int], Plan | None] = field(default_factory=dict)
+    _recorded: nn.Module | None = None
     _traces: dict[tuple, MicrobatchTrace] = field(default_factory=dict)
     _resolved: dict[tuple, ResolvedPlan] = field(default_factory=dict)
     _shards: dict[tuple, list[ParameterShard]] = field(default_factory=dict)
@@ -75,7 +78,7 @@ class Subject:
             tp = setting.mesh.ranks("tp")
         key = needed, tp
         if key not in self._plans:
-            root = self.model(setting.weights_dtype).root
+            root = self._planned_root(setting)
             styled = needed or is_styles(self.plan)
             plan = plan_of_styles(root, self.plan, tp=tp) if styled else plan_or_none(root, self.plan, tp)
             self._plans[key] = plan or plan_or_none(root, None)
@@ -84,10 +87,18 @@ class Subject:
                 raise PlanError(Problem("untranslatable-plan", what, fix="styles with local tensors, or a plan"))
         return self._plans[key]
 
+    def _planned_root(self, setting: Setting) -> nn.Module:
+        """The model for which a plan is chosen. One's own, of which one is derived, with what its constructor does."""
+        if self.plan != "auto" or self.source.config is not None:
+            return self.model(setting.weights_dtype).root
+        if self._recorded is None:
+            self._recorded = build_on_meta(self.source.make, None)
+        return self._recorded
+
     def complete(self, setting: Setting) -> Setting:
         """The setting with the plan's defaults, and the package's, for options that it leaves open. Raises:
         PlanError."""
-        plan = plan_or_none(self.model(setting.weights_dtype).root, self.plan, setting.mesh.ranks("tp"))
+        plan = plan_or_none(self._planned_root(setting), self.plan, setting.mesh.ranks("tp"))
         return setting.complete(plan.options if plan is not None else None)
 
     def resolved(self, setting: Setting) -> ResolvedPlan:

@@ -279,10 +279,13 @@ class StageRunner:
                 "split elsewhere, name the argument under `carry:`, or the module under `skips:` of the plan's "
                 "`pipeline:`"
             )
-            if read and not stage:
+            rows = (("reads", f"{short_list(read)} of other stages"),) if read else ()
+            if read and stage:
+                fix += "; a parameter of another stage: a module that shares it, such as a tied head"
+            elif read:
                 what = f"stage 0 computes NaN: its forward reads {', '.join(read)} of another stage"
                 fix = "modules are on stages in their order; name those that run first under `pipeline: {first: [...]}`"
-            raise ModelError(Problem("absent-module-used", what, self.cut.stages.cuts.where, fix=fix))
+            raise ModelError(Problem("absent-module-used", what, self.cut.stages.cuts.where, rows=rows, fix=fix))
 
     def _compare(self, now: _RunningForward, unit: str, call: dict[int | str, Any]) -> None:
         """Arguments that are not sent must be equal on both stages, which compute them."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from parallelize.base.boxes import Box
 from parallelize.base.errors import CheckpointError, Problem
@@ -19,6 +18,7 @@ from parallelize.checkpoint.hub.adapter_folder import unmerged_layers
 from parallelize.checkpoint.hub.tensor_messages import StridedRegion
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.plan.adapters import BASE
+from parallelize.plan.model_facts import named_once
 from parallelize.state.stage_values import unsharded
 
 T = torch.Tensor
@@ -83,13 +83,13 @@ def lora_updates(on_mesh: ModelOnMesh) -> dict[str, list[LowRankUpdate]]:
 
     Raises: CheckpointError `unmerged-adapters` for adapters of other kinds.
     """
-    modules = dict(on_mesh.module.named_modules())
+    modules, tied = dict(on_mesh.module.named_modules()), _tied(on_mesh)
     updates = {}
     for name in unmerged_layers(on_mesh.module):
         layer: Any = modules[name]
         if getattr(layer._modules[BASE], "weight", None) is None:  # on another stage
             continue
-        what = _unlike_lora(layer, on_mesh.module)
+        what = _unlike_lora(layer, on_mesh.canonical(f"{name}.{BASE}.weight") in tied)
         if what:
             fix = "merge_adapter before and unmerge_adapter after; or names='peft', the adapters alone"
             text = f"{name} has {what}, which an export does not add to a weight"
@@ -103,7 +103,14 @@ def _active(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in layer.lora_A or name in layer.lora_embedding_A]
 
 
-def _unlike_lora(layer: Any, root: nn.Module) -> str:
+def _tied(on_mesh: ModelOnMesh) -> set[str]:
+    """The first names of parameters that have several in the full model: a stage may have one of them alone."""
+    if on_mesh.cut is not None:
+        return {name for name, fact in on_mesh.cut.facts.parameters.items() if len(fact.names) > 1}
+    return {names[0] for names, _ in named_once(on_mesh.module) if len(names) > 1}
+
+
+def _unlike_lora(layer: Any, is_tied: bool) -> str:
     """What makes the adapters of a layer more than a product that is added to its weight; empty where nothing does."""
     if not hasattr(layer, "lora_embedding_A") or hasattr(layer, "parameter_name"):
         return f"adapters of a {type(layer).__name__}"
@@ -115,7 +122,7 @@ def _unlike_lora(layer: Any, root: nn.Module) -> str:
         return f"a variant of LoRA ({type(layer.lora_variant[variants[0]]).__name__})"
     if any(layer.lora_bias.get(name) for name in active):
         return "a LoRA with a bias"
-    if sum(p is base.weight for _, p in root.named_parameters(remove_duplicate=False)) > 1:
+    if is_tied:
         return "a weight that is tied, so that the other layer would get them too"
     return ""
 

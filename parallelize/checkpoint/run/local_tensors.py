@@ -29,7 +29,7 @@ from parallelize.comm.mesh_view import AnyMesh, MeshView
 from parallelize.plan.model_facts import named_once
 from parallelize.state.full_values import master_weights
 from parallelize.state.later_changes import take_changes
-from parallelize.state.records import mesh_of, pipeline_cut, record_of
+from parallelize.state.records import Cut, mesh_of, pipeline_cut, record_of
 from parallelize.state.stored_slices import StoredSlices, StoredTensor
 
 T = torch.Tensor
@@ -113,13 +113,13 @@ class ModelOnMesh:
         mesh: the mesh of all processes. None: the mesh that the model was given; a single process needs none.
 
     Attributes:
-        cut: how the model was split into pipeline stages, or None. coordinates: axis -> index of this rank.
+        coordinates: axis -> index of this rank.
 
     Raises: ModelError `partial-mesh`.
     """
 
     def __init__(self, module: nn.Module, mesh: AnyMesh | None = None):
-        self.module, self.cut = module, pipeline_cut(module)
+        self.module = module
         self.mesh = MeshView.of(mesh) if mesh is not None else mesh_of(module)
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         mesh_size = self.mesh.size if self.mesh is not None else 1
@@ -130,6 +130,11 @@ class ModelOnMesh:
         self.coordinates = self.mesh.coordinates if self.mesh is not None else {}
         record = record_of(module)
         self._folded = record.folded if record is not None else None
+
+    @property
+    def cut(self) -> Cut | None:
+        """As it is now: adapters that came since the plan are named by a new one."""
+        return pipeline_cut(self.module)
 
     def place(self, *axes: str) -> tuple[int, int]:
         """(index, number) of this rank over the product of those of the axes that the mesh has."""

@@ -151,6 +151,32 @@ def test_adapters_that_are_no_sum_are_refused(kind, text):
     on_ranks({"tp": 2}, {}, adapted(kind), body)
 
 
+def test_a_tied_weight_of_another_stage_is_refused_too():
+    config = peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"])
+    tied = peft.get_peft_model(tiny_model("llama", torch.float64, tie_word_embeddings=True), config)
+
+    def body(parallel, rank):
+        with refused(CheckpointError, "unmerged-adapters", "a weight that is tied"):
+            exported(parallel, merge_adapters=True)
+
+    on_ranks({"pp": 2}, {}, tied, body)
+
+
+@pytest.mark.parametrize(("axes", "options"), [*MESHES[:2], MESHES[4]], ids=str)
+def test_adapters_that_came_after_the_plan(axes, options):
+    base = tiny_model("llama", torch.float64, tie_word_embeddings=False)
+    expected = copy.deepcopy(base).state_dict()
+
+    def body(parallel, rank):
+        torch.manual_seed(0)
+        peft.get_peft_model(parallel.module, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+        return exported(parallel, merge_adapters=True)  # before a forward: they add nothing yet
+
+    for weights in on_ranks(axes, options, base, body):
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
 def test_a_tied_weight_and_a_model_without_adapters_are_refused():
     config = peft.LoraConfig(r=2, target_modules=["embed_tokens"])
     tied = peft.get_peft_model(tiny_model("llama", torch.float64, tie_word_embeddings=True), config)

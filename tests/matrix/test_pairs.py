@@ -43,6 +43,7 @@ FOUND = {  # cells that were wrong, crashed or were refused untruly, and what th
     ("growing_lengths+labels", "llama", "dp-zero0"): "refused no-reference",
     ("noise+torch_checkpoint+unused_layer", "llama", "dp-zero1"): "refused no-reference",  # no state of it yet
     ("bfloat16_compute+deep_copy+zero_0", "gpt2", "dp-tp-zero1"): "right",  # a gradient wider than its parameter
+    ("modules_to_save_after+preconditioned", "gpt2", "tp"): "right",  # lists follow planned parameters, ids do not
     ("adapters_off+adamw", "llama_published", "pp-dp-zero2"): "right",  # 1.3e-12, of a reference that an ulp moves more
     ("error_in_a_backward+steps_in_one_block", "own", "tp-sp-lp"): "right",  # what is dropped in a block stayed in sums
     ("error_in_a_backward+policy_gradient+steps_in_one_block", "own", "dp-zero2"): "refused failed-backward",

@@ -79,7 +79,8 @@ class FullSteps:
         Raises: ModelError `foreign-parameter`, `matrix-not-covered`.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters)):
+        is_bound = len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
+        if is_bound and all(id(p) in self._stored for p in parameters):  # planned adapters take the places of others
             return
         module, names = self._module(), self._names_of()
         assert module is not None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.plan.adapters import BASE
 from parallelize.plan.block_formats import is_conv1d
+from parallelize.state.forward_steps import ADAPTED, add_step, run_inner
 
 _READ = ("lora_embedding_A", "lora_embedding_B", "ia3_l")
 """Children whose parameters the forward of the wrapper reads."""
@@ -49,9 +49,7 @@ def adapted_forward(module: nn.Module, group: Group, *, converts: bool, sums: bo
     base = module.get_submodule(BASE)
     planned = installed(base)
     assert planned is not None
-    if planned.standalone_forward is None:
-        planned.standalone_forward = base.__dict__["forward"].__func__
-        base.__dict__["forward"] = MethodType(_layer, base)
+    add_step(base, ADAPTED, _layer)
     if sums and getattr(module, "ia3_l", None) and planned.bias is not None and not module.is_feedforward:
         _scale_bias(module, planned, group)
     for norm in getattr(module, "lora_magnitude_vector", {}).values() if sums else ():
@@ -85,7 +83,7 @@ def _layer(self: Any, input: torch.Tensor) -> torch.Tensor:
     """A linear with adapters: by itself as planned, and inside of its wrapper on its shard alone."""
     planned: Any = self._applied.planned
     if not planned.in_adapter:
-        return planned.standalone_forward(self, input)
+        return run_inner(self, ADAPTED, (input,), {})
     bias = None
     if planned.bias is not None and (planned.bias_scale is not None or not planned.defer_bias):
         bias = planned.bias.local(self._parameters)

@@ -120,6 +120,23 @@ class Cut:
         return self
 
 
+class ForwardStep(NamedTuple):
+    """One step of what a module runs; see `forward_steps.py`.
+
+    Attributes:
+        place: its place among the steps; empty for a forward that others have set on the instance.
+        function: (module, *args, **kwargs) -> output.
+        general: what runs in its place where it is a short cut past the forward of the class, and more is inside of it.
+    """
+
+    place: str
+    function: Callable[..., Any]
+    general: Callable[..., Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardStep:
+        return self  # the state that it reads is on the module
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class ModuleState:
     """What was applied to one module. A field is None, or empty, until its step has run.
@@ -142,6 +159,8 @@ class ModuleState:
         recompute_units: its recomputed modules, where the model would make a key/value cache.
     Attributes, of any module:
         name: its name in the model when the plan was applied, of modules whose outputs the first forward looks at.
+        steps: what its forward runs, from the innermost step. inner: by place of a step, what that calls; without an
+            entry, the forward of the class. instance_forwards: forwards that others have set on it, which steps call.
         planned: what its forward runs with.
         attention: a context.forward_state.ContextAttention. dropout: a randomness.dropout.call_sites.ModuleDropout.
         recompute_unit: set where it is recomputed.
@@ -175,6 +194,9 @@ class ModuleState:
     route_replay: object = None
     recompute_units: tuple[RecomputedModule, ...] = ()
     name: str = ""
+    steps: tuple[ForwardStep, ...] = ()
+    inner: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    instance_forwards: tuple[Callable[..., Any], ...] = ()
     planned: PlannedModule | None = None
     attention: object = None
     dropout: object = None
@@ -206,7 +228,11 @@ class ModuleState:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-_PICKLED = {"lease", "name", "resolved", "recipe", "rebuilt_buffers", "route_replay", "router", "exporters"}
+_PICKLED = {"lease", "name", "resolved", "recipe", "rebuilt_buffers", "route_replay", "router", "exporters"} | {
+    "steps",
+    "inner",
+    "instance_forwards",
+}
 
 
 def _restored(values: dict[str, Any]) -> ModuleState:

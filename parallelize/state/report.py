@@ -6,11 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from parallelize.base.layout import Layout
 from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.plan.pattern import generic
-from parallelize.plan.resolved import ParameterRow, ResolvedPlan
+from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
+from parallelize.state.module_report import describe_module
 from parallelize.state.records import (
     Cut,
     not_parallelized,
@@ -20,9 +20,10 @@ from parallelize.state.records import (
     require_record,
     resolution_of,
 )
+from parallelize.state.report_tables import row_text, shape_text, table
 
 
-def describe_plan(module: AnyModel) -> str:
+def describe_plan(module: AnyModel, name: str | None = None) -> str:
     """What was applied to a model, as text: parameters and communication over `tp`, and what was decided over other
     axes.
 
@@ -31,14 +32,18 @@ def describe_plan(module: AnyModel) -> str:
 
     Args:
         module: a model that `parallelize_module`, `parallelize_model` or one of its steps returned.
+        name: of one of its modules, such as `model.layers.0.self_attn`: what a call of that module runs, step by step,
+            and its own parameters.
 
     Returns: lines of text.
-    Raises: ModelError `not-parallelized`.
+    Raises: ModelError `not-parallelized`, `no-such-module`.
     """
     module = module_of(module)
     full = resolution_of(module)
     if full is None:
         raise not_parallelized(module)
+    if name is not None:
+        return describe_module(module, name)
     record = record_of(module)
     if record is None and full.plan.unlowered_styles:
         return "\n".join([*_unlowered_styles(full), *_other_axes(full, pipeline_cut(module))])
@@ -50,7 +55,7 @@ def describe_plan(module: AnyModel) -> str:
         rank = record.group_for(row).rank if record is not None else 0
         shape, local = row.layout.shape, row.layout.local_shape(rank)
         name = " = ".join(generic(name) for name in row.fact.names)
-        cells = (name, "-" if row.plain else str(row.rule.style), _shape(shape), _shape(local), row_text(row))
+        cells = (name, "-" if row.plain else str(row.rule.style), shape_text(shape), shape_text(local), row_text(row))
         counts[cells] = counts.get(cells, 0) + 1
         full_total += math.prod(shape)
         local_total += math.prod(local)
@@ -126,39 +131,6 @@ def _communication(resolved: ResolvedPlan) -> list[str]:
     if pending:
         rows.append(("-", "all_reduce", f"gradients of {pending} replicated parameters, together"))
     return ["", *table(("forward", "backward", "where"), rows)]
-
-
-def _layout_text(layout: Layout, partial: bool) -> str:
-    """The layout of a parameter over tp, in words."""
-    if layout.dim is None:
-        return "replicated, gradient summed" if partial else "replicated"
-    dims = layout.sharded_dims
-    text = f"dim {dims[0]}" if len(dims) == 1 else "dims " + " and ".join(map(str, dims))
-    num_chunks = max(len(owned) for owned in layout.owned)
-    if num_chunks > 1:
-        text += f", {num_chunks} chunks"
-    if any(layout.shared(rank) for rank in range(layout.num_ranks)):
-        text += ", some stored by several ranks"
-    return text
-
-
-def row_text(row: ParameterRow) -> str:
-    """The layout of a parameter over `tp`, or over the ranks that experts are folded over, in words."""
-    over = (", over ep and etp" if row.layout.rows else ", over ep") if row.axis == "ep" else ""
-    return "plain" if row.plain else _layout_text(row.layout, row.partial) + over
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The lines of a table: header, rule and rows, in aligned columns."""
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-    ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 def overlap_report(module: AnyModel) -> str:

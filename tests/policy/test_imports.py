@@ -50,7 +50,7 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
         "tools.analysis.subject": COMMAND,
         "tools.analysis.trace_notes": COMMAND,
         "state.transaction": COMMAND,
-        "state.report": COMMAND,
+        "state.report_tables": COMMAND,
         "plan.models.model_source": COMMAND,
     },
     "checkpoint.tools.commands": {

@@ -78,6 +78,11 @@ def test_private_names_of_torch_are_noticed():
     assert list(private_names(ast.parse(source))) == [(1, "_x"), (2, "_w"), (3, "_spec")]
 
 
+def test_forwards_of_modules_are_set_in_one_file():
+    setters = {file for file, path in PATHS.items() if '["forward"] = ' in path.read_text(encoding="utf-8")}
+    assert setters == {"state/forward_steps.py", "training/trainers/sft.py"}  # the latter undoes what TRL sets
+
+
 def test_public_names():
     for name in parallelize.__all__:
         assert getattr(parallelize, name) is not None

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from parallelize.plan.choose import plan_of
 from parallelize.plan.options import Options, wrong_ulysses
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.state.forward_steps import ATTENTION, SEQUENCES, add_step, run_inner
 from parallelize.state.guards.guard_table import LEFT_UNREDUCED, ON_CONTEXT, Guarded, set_up
 from parallelize.state.local_config import LocalConfig
 from parallelize.state.randomness.dropout.install import install_draws, refuse_early_dropout, require_installed_dropout
@@ -180,17 +180,15 @@ def _install(module: nn.Module, context: Context, inputs: ContextInputs, part: s
             attention.region = region
             install_gathered(present[fqn], attention)
         elif not registered:
-            attention.stock = present[fqn].__dict__.get("forward")
-            present[fqn].__dict__["forward"] = MethodType(forward_over_context, present[fqn])
+            add_step(present[fqn], ATTENTION, forward_over_context)
     if registered:
         inside = {name: inner for name, inner in present.items() if not part or f"{name}.".startswith(f"{part}.")}
         _set_implementation(context, kinds, inside)
-    mark_applied(module, context=context)
-    if registered:
-        module.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
-    call = _RootForward(inputs, module.__dict__.get("forward"), set(kinds), cut is not None)
-    mark_applied(module, context_call=call)
-    module.__dict__["forward"] = MethodType(_forward_with_signature(type(module).forward), module)
+        if refuse_attentions not in module._forward_pre_hooks.values():  # as after a plan over tp
+            module.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
+    call = _RootForward(inputs, set(kinds), cut is not None)
+    forward = _forward_with_signature(type(module).forward)
+    add_step(module, SEQUENCES, forward, context=context, context_call=call)
 
 
 def _set_implementation(context: Context, attention: dict[str, str], present: dict[str, nn.Module]) -> None:
@@ -219,18 +217,16 @@ class _RootForward:
 
     Args:
         inputs: splits the inputs of a call.
-        stock: the forward on the instance before, or None for that of the class.
         present: the planned attention modules on this rank.
         staged: whether the model is cut into pipeline stages, of which all but the last return a tuple for the next
             stage.
     """
 
-    def __init__(self, inputs: ContextInputs, stock: Any, present: set[str], staged: bool):
-        self.inputs, self.stock, self.present, self.staged = inputs, stock, present, staged
+    def __init__(self, inputs: ContextInputs, present: set[str], staged: bool):
+        self.inputs, self.present, self.staged = inputs, present, staged
 
     def run(self, context: Context, module: nn.Module, args: tuple, kwargs: dict, cached: CachedCall | None) -> Any:
-        forward = self.stock or MethodType(type(module).forward, module)
-        out = forward(*args, **kwargs)
+        out = run_inner(module, SEQUENCES, args, kwargs)
         if cached is not None:
             return self._output_of_cached_call(context, cached, out)
         if not (self.staged and type(out) is tuple):

@@ -232,15 +232,12 @@ class ContextAttention:
 
     Attributes:
         kind: "causal" or "bidirectional".
-        stock: the forward on the instance before, if its calls of attention are intercepted by a function mode, or if
-            the module is gathered.
         region: of a gathered module, the sequence-parallel region that it is in, or None.
     """
 
     context: Context
     fqn: str
     kind: str
-    stock: Any = None
     region: Region | None = None
 
 

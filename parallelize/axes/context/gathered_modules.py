@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -23,12 +22,14 @@ from torch import nn
 from parallelize.axes.context.forward_state import Context, ContextAttention, ForwardSequences
 from parallelize.axes.context.inputs import select_tokens
 from parallelize.axes.context.sequence_shards import SequenceLayout
-from parallelize.axes.tensor.planned_forward import installed, run_inside
+from parallelize.axes.tensor.planned_forward import installed
 from parallelize.axes.tensor.region import Region
 from parallelize.base.errors import ModelError, Problem
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.plan.models.wrapped_models import forward_signature
+from parallelize.state.forward_steps import GATHERED as GATHERED_STEP
+from parallelize.state.forward_steps import add_step, run_inner
 
 T = torch.Tensor
 GATHERED = "gathered"
@@ -37,13 +38,7 @@ _MASK = "attention_mask"
 
 def install_gathered(module: nn.Module, attention: ContextAttention) -> None:
     """Let a module run on all tokens, between the conversions of its plan over `tp`, if it has any."""
-    over_tp = installed(module)
-    forward = MethodType(_forward_on_all_tokens, module)
-    if over_tp is None:
-        attention.stock, module.__dict__["forward"] = module.__dict__.get("forward"), forward
-    else:
-        attention.stock = over_tp.stock
-        run_inside(module, over_tp, forward)
+    add_step(module, GATHERED_STEP, _forward_on_all_tokens)
 
 
 def check_masks(attention: dict[str, str], modules: dict[str, nn.Module]) -> None:
@@ -99,8 +94,7 @@ def _forward_on_all_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
     args = tuple(map(gather, args))
     kwargs = {name: value if name == _MASK else gather(value) for name, value in kwargs.items()}
     with _on_all_tokens(sequences, attention.region, partial(_selected, layout=layout, rank=rank)):
-        stock = attention.stock or MethodType(type(self).forward, self)
-        out = stock(*args, **kwargs)
+        out = run_inner(self, GATHERED_STEP, args, kwargs)
     context.attended.add(attention.fqn)
     out = _selected(out, layout, rank)
     context.attach(sequences, out[0] if isinstance(out, (tuple, list)) else out)

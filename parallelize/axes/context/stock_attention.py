@@ -22,6 +22,7 @@ from parallelize.ops.attention.ring_attention import ring_attention
 from parallelize.ops.attention.ring_tiles import Masking, visible_keys
 from parallelize.ops.attention.sharded_keys import attend_to_shards
 from parallelize.ops.attention.weight_dropout import WeightDropout
+from parallelize.state.forward_steps import ATTENTION, run_inner
 from parallelize.state.randomness.dropout.call_sites import ModuleDropout
 from parallelize.state.records import applied
 from parallelize.state.step_results import as_instance
@@ -73,9 +74,7 @@ def forward_over_context(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of an attention module that calls `scaled_dot_product_attention`."""
     attention = self._applied.attention
     with AttentionCalls(partial(_sdpa, self, attention)):
-        if attention.stock is None:
-            return type(self).forward(self, *args, **kwargs)
-        return attention.stock(*args, **kwargs)
+        return run_inner(self, ATTENTION, args, kwargs)
 
 
 def _sdpa(

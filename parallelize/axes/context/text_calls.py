@@ -9,7 +9,6 @@ over `cp`, as of any parameter: the gradient of a token is zero on all ranks but
 from __future__ import annotations
 
 import functools
-from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from parallelize.axes.context.cached_calls import KEEP, CachedCall
 from parallelize.axes.context.forward_state import Context
 from parallelize.axes.context.inputs import CACHES, ContextInputs, local_tokens, one_row, refuse_short
 from parallelize.plan.schema import Plan
-from parallelize.state.records import mark_applied
+from parallelize.state.forward_steps import SEQUENCES, add_step, run_inner
 
 T = torch.Tensor
 
@@ -63,27 +62,24 @@ class PartCall:
 
     Args:
         inputs: shards the inputs of the part.
-        stock: its forward on the instance before, or None for that of the class.
     """
 
-    def __init__(self, context: Context, inputs: ContextInputs, stock: Any):
-        self.context, self.inputs, self.stock = context, inputs, stock
+    def __init__(self, context: Context, inputs: ContextInputs):
+        self.context, self.inputs = context, inputs
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.context.current()  # raises outside of a forward of the model
         batch = self.inputs.form.batch(args, kwargs)
         args, kwargs, _ = self.inputs.local_call(self.context, module, batch)
-        forward = self.stock or MethodType(type(module).forward, module)
-        return forward(*args, **kwargs)
+        return run_inner(module, SEQUENCES, args, kwargs)
 
 
 def install_part(part: nn.Module, context: Context, plan: Plan) -> None:
     """Let a part of a model shard the sequences that it is called with."""
-    stock = part.__dict__.get("forward")
-    mark_applied(part, context_call=PartCall(context, ContextInputs(part, plan, has_cache=False), stock))
 
     @functools.wraps(type(part).forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._applied.context_call.run(self, args, kwargs)
 
-    part.__dict__["forward"] = MethodType(forward, part)
+    call = PartCall(context, ContextInputs(part, plan, has_cache=False))
+    add_step(part, SEQUENCES, forward, context_call=call)

@@ -18,7 +18,6 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.base.torch_private.torch_dynamo import InterceptedCall
 from parallelize.comm.handshake import digest
 from parallelize.plan.adapters import prompt_encoders
+from parallelize.state.forward_steps import STAGE, add_step, run_inner
 from parallelize.state.randomness.dropout.draw_hooks import has_drawn
 from parallelize.state.records import Cut
 
@@ -115,9 +115,7 @@ class StageRunner:
                 self._calls.append(_UnitCall(self, index, inner))
         # the end of a stage is caught inside the call of the root, so that wrappers around the model see a normal
         # return
-        forward = module.__dict__.get("forward") or MethodType(type(module).forward, module)
-        forward = forward.forward if isinstance(forward, _Ending) else forward  # of an earlier runner
-        module.__dict__["forward"] = _Ending(self, forward)
+        add_step(module, STAGE, _Ending(self))  # in the place of that of an earlier runner
 
     def release(self) -> None:
         """Intercept no calls any more: another runner takes the place of this one."""
@@ -446,12 +444,15 @@ class _Ending:
     """The root's forward, which returns at the end of a stage, with the tensors of the next call for wrappers around
     it."""
 
-    def __init__(self, runner: StageRunner, forward: Any):
-        self.runner, self.forward = runner, forward
+    def __init__(self, runner: StageRunner):
+        self.runner = runner
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Ending:
+        return self  # the units of a copy are not intercepted
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self.forward(*args, **kwargs)
+            return run_inner(module, STAGE, args, kwargs)
         except _StageEnd as end:
             end.__traceback__ = None  # its frames would keep all tensors of the forward alive
             assert self.runner.current is not None

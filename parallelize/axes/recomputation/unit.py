@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.base.torch_private.torch_dynamo import traces_graph
 from parallelize.ops.replay_cache import ReplayCache, ResultKey, in_recompute, remembered
 from parallelize.plan.models.wrapped_models import stock_model
+from parallelize.state.forward_steps import RECOMPUTED, add_step, run_inner
 from parallelize.state.randomness.dropout.call_sites import dropout_scope
 from parallelize.state.records import applied, mark_applied
 from parallelize.state.step_results import as_instance
@@ -83,7 +83,6 @@ class RecomputeUnit:
     def __init__(self, module: nn.Module, kinds: frozenset[str], ops: frozenset[Any], save: tuple[str, ...], on: bool):
         self.kinds, self.ops, self.save, self.on = kinds, ops, save, on
         self.copies: set[ResultKey] = set()
-        self.stock: Callable | None = module.__dict__.get("forward")
         self.contexts = partial(_contexts, kinds, ops, self.copies)
         self.shared = _shared_inputs(module)
         numbers = [inner.__dict__.get("layer_idx") for inner in module.modules()]
@@ -100,10 +99,8 @@ class RecomputeUnit:
         return UnitCost(self.mode, self.save, forwards=self.forwards, replays=self.replays, **self.last_cost)
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """The forward that the module had before."""
-        if self.stock is None:
-            return type(module).forward(module, *args, **kwargs)
-        return self.stock(*args, **kwargs)
+        """The forward itself."""
+        return run_inner(module, RECOMPUTED, args, kwargs)
 
     def record(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The forward with only its inputs, and what `save` names, saved for backward."""
@@ -178,9 +175,8 @@ def _contexts(kinds: frozenset[str], ops: frozenset[Any], copies: set[ResultKey]
 
 
 def install(module: nn.Module, unit: RecomputeUnit) -> None:
-    """Replace a module's forward by that of a recomputed unit."""
-    mark_applied(module, recompute_unit=unit)
-    module.__dict__["forward"] = MethodType(_forward, module)
+    """Let a module run as a recomputed unit."""
+    add_step(module, RECOMPUTED, _forward, recompute_unit=unit)
 
 
 def recompute_units_in(module: nn.Module) -> Iterator[tuple[str, RecomputeUnit]]:
@@ -215,6 +211,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _disable_cache(position: int, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Makes no key/value cache while layers are recomputed."""
     recomputes = model.training and torch.is_grad_enabled() and any(unit.on for unit in applied(model).recompute_units)
     if not recomputes or position < len(args):
         return None

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallelize.axes.tensor.planned_forward import installed
+from parallelize.state.forward_steps import OVERLAP, add_step, run_inner
 
 
 def install_overlapped(module: nn.Module, forward: Callable[..., Any], overlap: Any, index: int = 0) -> None:
-    """Make an installed module run `forward`, one of the forwards below, before the forward that it has."""
+    """Make an installed module run `forward`, one of the forwards below, around its planned forward."""
     planned = installed(module)
     assert planned is not None
     if forward in (overlapped_column, overlapped_consumer):
         planned.enter = None  # the shared input is converted, for the plain forward too
-    planned.overlap, planned.index, planned.plain = overlap, index, module.__dict__["forward"].__func__
-    module.__dict__["forward"] = MethodType(forward, module)
+    planned.overlap, planned.index = overlap, index
+    add_step(module, OVERLAP, forward)
 
 
 def overlapped_row(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -58,7 +58,7 @@ def _take_output(self: Any, input: torch.Tensor) -> torch.Tensor:
     planned = self._applied.planned
     out = planned.overlap.take(planned.index, input)
     if out is None:
-        return planned.plain(self, input)
+        return run_inner(self, OVERLAP, (input,), {})
     return out if planned.leave is None else planned.leave(out)
 
 
@@ -67,7 +67,7 @@ def overlapped_block(self: Any, *args: Any, **kwargs: Any) -> Any:
     planned = self._applied.planned
     shared, depth = planned.overlap, planned.overlap.depth
     try:
-        out = planned.plain(self, *args, **kwargs)
+        out = run_inner(self, OVERLAP, args, kwargs)
     except BaseException:
         shared.leave(depth, failed=True)
         raise

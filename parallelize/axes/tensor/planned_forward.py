@@ -1,14 +1,12 @@
 """What a planned module runs: conversion of its input, its own forward on local parameters, conversion of its output.
 
-Every style is installed as an instance-level `forward`. That costs less than hooks, leaves the user's hooks outside,
-and survives `copy.deepcopy`: it is a bound method, whose state is in the module's `_applied`.
+Every style is the step `planned` of its module; see `forward_steps.py`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import MethodType
 from typing import Any
 
 import torch
@@ -24,8 +22,9 @@ from parallelize.comm.groups import Group
 from parallelize.ops.collectives import pad_to
 from parallelize.ops.matmul.overlapped_linear import OverlappedLinear
 from parallelize.plan.block_formats import is_conv1d
+from parallelize.state.forward_steps import PLANNED, add_step, own_forward, step_of
 from parallelize.state.parameters import Slot
-from parallelize.state.records import applied, mark_applied
+from parallelize.state.records import applied
 from parallelize.state.step_results import as_instance
 
 Conversion = Callable[[torch.Tensor], torch.Tensor]
@@ -41,19 +40,16 @@ class ModuleRuntime:
         argument: (position, name) of the input that `enter` converts.
         max_inputs: the most positional inputs that a call may have; 0: any number.
         leave: conversion of the output, or None. Of a tuple, it converts the first item.
-        stock: the forward that was set on the instance before, or None for that of the class.
         hide_bias: add the bias after `leave`, so that the reduction of partial outputs does not sum it.
         bias_group: where that may leave a shard of the features, the group over which they are sharded: the bias is
             full on every rank, and the part for this rank's features is added.
         overlap: what runs this module where its collective overlaps with its matmul: an `OverlappedRowLinear` or a
-            `SharedInput`. `plain` is then the forward without overlap, and `index` the module's index among those that
-            share an input.
+            `SharedInput`. `index` is then the module's index among those that share an input.
         prefetched: of experts, and of a module that is computed while their results return: that module's
             `ComputedAhead`.
         shows_local: forwards of parents that run now and read its parameters, for which its attributes stay local
             tensors.
-        standalone_forward: what a layer with adapters runs when it is called outside of its adapter wrapper.
-        in_adapter: whether that wrapper runs now.
+        in_adapter: of a layer with adapters: whether their module calls it now.
         reparametrized: what adapters that run now make of a local parameter, by key. Called in the module's own
             forward, in which ZeRO 3 has gathered its parameters.
         convert_choices: of experts that are split: the conversion of a call's choices and weights.
@@ -78,18 +74,15 @@ class ModuleRuntime:
         "leave",
         "max_inputs",
         "overlap",
-        "plain",
         "prefetched",
         "region",
         "reparametrized",
         "shows_local",
         "slots",
-        "standalone_forward",
-        "stock",
         "weight",
     )
 
-    def __init__(self, slots: tuple[Slot, ...], stock: Callable[..., Any] | None = None):
+    def __init__(self, slots: tuple[Slot, ...]):
         self.slots = slots
         self.weight = next((slot for slot in slots if slot.key == "weight"), None)
         self.bias = next((slot for slot in slots if slot.key == "bias"), None)
@@ -97,15 +90,12 @@ class ModuleRuntime:
         self.argument: tuple[int, str] = (0, "input")
         self.max_inputs = 0
         self.leave: Conversion | None = None
-        self.stock = stock
         self.defer_bias = False
         self.bias_group: Group | None = None
         self.overlap: Any = None
         self.prefetched: Any = None
-        self.plain: Callable[..., Any] = _stock
         self.index = 0
         self.shows_local = 0
-        self.standalone_forward: Callable[..., Any] | None = None
         self.bias_scale: float | None = None
         self.reparametrized: dict[str, Conversion] = {}
         self.in_adapter = False
@@ -113,40 +103,35 @@ class ModuleRuntime:
         self.region: Any = None
         self.inputs: tuple[Callable[[tuple[Any, ...], dict[str, Any]], Call], ...] = ()
 
-    def run_stock(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_stock(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for with_own_part in self.inputs:
             args, kwargs = with_own_part(args, kwargs)
-        if self.stock is None:
+        inner = module._applied.inner.get(PLANNED)  # `run_inner`, without its call
+        if inner is None:
             return type(module).forward(module, *args, **kwargs)
-        return self.stock(*args, **kwargs)
+        return inner(module, *args, **kwargs)
 
 
 def install(module: nn.Module, planned: ModuleRuntime, forward: Callable[..., Any] | None = None) -> None:
     """Make `module` run as planned, by the fastest forward that fits it."""
-    if forward is None:
-        plain = type(module) is nn.Linear and planned.stock is None
-        forward = _linear if plain and planned.weight is not None else _stock
-        if planned.defer_bias:
-            forward = _rowwise_linear if plain else _rowwise_stock
-        elif forward is _stock and planned.leave is None:
-            forward = _fast_forward_for(planned)
-    mark_applied(module, planned=planned)
-    module.__dict__["forward"] = MethodType(forward, module)
-
-
-def run_inside(module: nn.Module, planned: ModuleRuntime, forward: Callable[..., Any]) -> None:
-    """Let a planned module run `forward`, between its conversions, in the place of its stock forward."""
-    planned.stock = forward
-    shortcuts = {_linear: _stock, _weight_only_forward: _stock, _rowwise_linear: _rowwise_stock}
-    current = module.__dict__["forward"].__func__
-    module.__dict__["forward"] = MethodType(shortcuts.get(current, current), module)
+    if forward is not None:
+        add_step(module, PLANNED, forward, planned=planned)
+        return
+    is_linear = type(module) is nn.Linear
+    if planned.defer_bias:
+        forward, general = _rowwise_linear if is_linear else _rowwise_stock, _rowwise_stock
+    elif is_linear and planned.weight is not None:
+        forward, general = _linear, _stock
+    else:
+        forward, general = _fast_forward_for(planned) if planned.leave is None else _stock, _stock
+    add_step(module, PLANNED, forward, general, planned=planned)
 
 
 def read_changed_parameters(module: nn.Module) -> None:
     """Let a planned module run a forward that asks for what adapters make of its parameters
     (`ModuleRuntime.reparametrized`)."""
-    if module.__dict__["forward"].__func__ is _weight_only_forward:
-        module.__dict__["forward"] = MethodType(_stock, module)
+    if step_of(module, PLANNED) is _weight_only_forward:
+        add_step(module, PLANNED, _stock)
 
 
 def installed(module: nn.Module) -> ModuleRuntime | None:
@@ -159,7 +144,7 @@ def _fast_forward_for(planned: ModuleRuntime) -> Callable[..., Any]:
     if not planned.slots and planned.enter is not None:
         return _forward_with_converted_input
     only_weight = len(planned.slots) == 1 and planned.weight is not None
-    return _weight_only_forward if only_weight and planned.enter is None and planned.stock is None else _stock
+    return _weight_only_forward if only_weight and planned.enter is None else _stock
 
 
 def argument_of(module: nn.Module, name: str) -> tuple[int, str]:
@@ -167,7 +152,7 @@ def argument_of(module: nn.Module, name: str) -> tuple[int, str]:
 
     Raises: ModelError `no-such-argument`.
     """
-    parameters = list(inspect.signature(module.forward).parameters.values())
+    parameters = list(inspect.signature(own_forward(module)).parameters.values())
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not name and names:
         return 0, names[0]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.base.torch_private.torch_dynamo import not_traced
 from parallelize.plan.styles.contract import Contract, Conversion, InputWidth
+from parallelize.state.forward_steps import SIZES, add_step, run_inner
 
 T = torch.Tensor
 Arguments = tuple[tuple[tuple[int, str], InputWidth], ...]
@@ -82,15 +82,13 @@ def _local(value: Any) -> Any:
 
 def sizes_by_tensor(
     module: nn.Module,
-    stock: Callable[..., Any] | None,
     widths: Iterable[InputWidth],
     inner: Iterable[tuple[nn.Module, Contract]],
     argument_of: Callable[..., tuple[int, str]],
-) -> Callable[..., Any]:
-    """The stock forward of a module, in which sizes are by tensor. Graphs leave it to eager mode.
+) -> None:
+    """Let the forward of a module see sizes by tensor. Graphs leave it to eager mode.
 
     Args:
-        stock: the forward that was set on the instance before, or None for that of the class.
         inner: planned modules inside of it.
         argument_of: (module, name) to the position and name of an argument of its forward.
     """
@@ -100,23 +98,23 @@ def sizes_by_tensor(
         elif contract.traits.sums_output:
             child.register_forward_hook(_returns_full)
     arguments: Arguments = tuple((argument_of(module, width.argument), width) for width in widths)
-    return partial(_run, stock or MethodType(type(module).forward, module), arguments)
+    add_step(module, SIZES, partial(_run, arguments))
 
 
-def _run(stock: Callable[..., Any], arguments: Arguments, *args: Any, **kwargs: Any) -> Any:
+def _run(arguments: Arguments, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():
-        return _run_eagerly(stock, arguments, args, kwargs)
-    return _run_now(stock, arguments, args, kwargs)
+        return _run_eagerly(arguments, module, args, kwargs)
+    return _run_now(arguments, module, args, kwargs)
 
 
-def _run_now(stock: Callable[..., Any], arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_now(arguments: Arguments, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     widths = {}
     for (position, name), width in arguments:
         x = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(x, T) and x.ndim:
             widths[x.shape[-1]] = sized(x.shape[-1], local_width(x.shape[-1], width))
     with _SizesByTensor(widths):
-        return stock(*args, **kwargs)
+        return run_inner(module, SIZES, args, kwargs)
 
 
 _run_eagerly = not_traced(_run_now)

@@ -52,6 +52,7 @@ def _constructing(construct: Any) -> Any:
 
 
 def _refuse_active(module: nn.Module, args: Any) -> None:
+    """Refuses DistributedDataParallel and `replicate` around the model."""
     if torch.compiler.is_compiling():
         return
     if private.active_ddp(DistributedDataParallel) is not None:

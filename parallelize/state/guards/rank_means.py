@@ -32,6 +32,8 @@ def mark_outputs(module: nn.Module, mesh: MeshView) -> None:
 
 
 class _Marks:
+    """Marks what the forward returns, for the check that no rank takes a mean of its own."""
+
     def __init__(self, ranks: int):
         self.ranks = ranks
 

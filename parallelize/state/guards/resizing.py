@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.base.errors import ModelError, Problem
+from parallelize.state.forward_steps import PLANNED, has_inner
 from parallelize.state.guards.early_optimizers import retire_optimizers
 from parallelize.state.guards.stock_methods import guarded_method
 from parallelize.state.records import KEY, applied, mesh_of, pipeline_cut, record_of
@@ -72,8 +73,7 @@ def _is_served(model: nn.Module, ends: list[nn.Module]) -> bool:
         return False
     if record is None or record.group.size == 1:
         return data is not None
-    planned: list[Any] = [applied(module).planned for module in ends]
-    has_own = any(each is None or each.stock is not None for each in planned)
+    has_own = any(applied(module).planned is None or has_inner(module, PLANNED) for module in ends)
     return not has_own and record.resolved.options.overlap == "off" and record.resolved.plan.on_unclaimed != "leave"
 
 

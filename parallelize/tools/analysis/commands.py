@@ -376,7 +376,7 @@ def _bytes(text: str | None) -> float | None:
 
 
 def _fitted_lines(fitted: Fitted, model: str, options: argparse.Namespace) -> Sequence[str]:
-    from parallelize.state.report import table
+    from parallelize.state.report_tables import table
     from parallelize.tools.analysis.cost.machine import load_machine
 
     folds = any(candidate.setting.ep > 1 for candidate in fitted.best)

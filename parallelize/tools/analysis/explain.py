@@ -16,7 +16,7 @@ from parallelize.base.mesh import MeshSpec
 from parallelize.plan.models.model_source import ModelSource, source_of
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
-from parallelize.state.report import row_text
+from parallelize.state.report_tables import row_text
 from parallelize.tools.analysis.cost.intervals import interval_of
 from parallelize.tools.analysis.cost.machine import Machine, load_machine
 from parallelize.tools.analysis.cost.memory import RankMemory, device_bytes, memory_of

@@ -14,15 +14,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.axes.tensor.planned_forward import Conversion, ModuleRuntime, installed, on_local_parameters
+from parallelize.axes.tensor.planned_forward import Conversion, installed, on_local_parameters
 from parallelize.plan.inner_experts import LINEARS, ROWS, inner_experts
+from parallelize.state.forward_steps import EXPERTS, add_step, own_forward, restored_forwards
 
 T = torch.Tensor
 Inputs = tuple[T, T, T]
@@ -52,7 +52,7 @@ def form_of(module: nn.Module) -> ExpertForm:
 
 def input_names(module: nn.Module) -> list[str]:
     """The names of the inputs of the stock forward."""
-    parameters = inspect.signature(module.forward).parameters.values()
+    parameters = inspect.signature(own_forward(module)).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
@@ -79,7 +79,7 @@ class FlatExperts(StackedExperts):
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
-        _run(module.get_submodule("mlp"), _rows_of_each)
+        add_step(module.get_submodule("mlp"), EXPERTS, _rows_of_each)
 
     def inputs(self, module: Any, args: tuple, kwargs: Mapping[str, Any]) -> Inputs:
         tokens, choices, weights = super().inputs(module, args, kwargs)
@@ -99,7 +99,7 @@ class ExpertBlock:
     def __init__(self, module: nn.Module):
         (self.name,) = input_names(module)
         for key in LINEARS:
-            _run(module.get_submodule(key), _linear_of_each)
+            add_step(module.get_submodule(key), EXPERTS, _linear_of_each)
 
     def inputs(self, module: Any, args: tuple, kwargs: Mapping[str, Any]) -> Inputs:
         hidden = args[0] if args else kwargs[self.name]
@@ -131,19 +131,15 @@ class ExpertBlock:
 def called_by_expert(module: nn.Module, count: int) -> Iterator[None]:
     """Within the block, a module of experts that are not planned, with weights in modules inside, runs them in their
     order."""
-    inside = [child for child in module.children() if child._parameters and "forward" not in vars(child)]
-    form = form_of(module)
+    with restored_forwards([module, *module.children()]):
+        form = form_of(module)
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> T:
-        out = form.compute(self, form.inputs(self, args, kwargs), count, {})
-        return form.result(self, out, args, kwargs)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> T:
+            out = form.compute(self, form.inputs(self, args, kwargs), count, {})
+            return form.result(self, out, args, kwargs)
 
-    module.__dict__["forward"] = MethodType(forward, module)
-    try:
+        add_step(module, EXPERTS, forward)
         yield
-    finally:
-        for owner in (module, *inside):
-            owner.__dict__.pop("forward", None)
 
 
 def by_expert(inputs: Inputs, count: int, mlp: Callable[[T, list[int]], T]) -> T:
@@ -165,15 +161,6 @@ def _sizes(choices: T, count: int) -> list[int]:
 def even_sizes(total: int, count: int) -> list[int]:
     """`total` as a sum of `count` numbers that differ by at most one."""
     return [total // count + (n < total % count) for n in range(count)]
-
-
-def _run(module: nn.Module, forward: Callable) -> None:
-    """Let a module inside of experts run this forward on its local parameters."""
-    bound, planned = MethodType(forward, module), installed(module)
-    if isinstance(planned, ModuleRuntime):
-        planned.stock = bound
-    else:
-        module.__dict__["forward"] = bound
 
 
 def _rows_of_each(self: Any, tokens: T, sizes: list[int]) -> T:

@@ -15,19 +15,19 @@ Source: Shoeybi et al., arXiv:1909.08053, applied to each expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallelize.axes.tensor.experts.expert_forms import ExpertForm, input_names
-from parallelize.axes.tensor.planned_forward import Conversion, ModuleRuntime, on_local_parameters
+from parallelize.axes.tensor.planned_forward import Conversion, on_local_parameters
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import Layout
 from parallelize.comm.groups import Group
 from parallelize.ops.experts.padded_grouped_matmul import AnyWidth, fits
 from parallelize.plan.inner_experts import inner_experts
+from parallelize.state.forward_steps import EXPERTS, add_step, has_inner
 
 T = torch.Tensor
 INPUTS = 3
@@ -97,15 +97,15 @@ _SMALLEST_ITEM = 2
 """Bytes of an element of the dtypes that grouped matmuls take, at least."""
 
 
-def allow_any_width(module: nn.Module, planned: ModuleRuntime, layouts: Sequence[Layout]) -> None:
+def allow_any_width(module: nn.Module, layouts: Sequence[Layout]) -> None:
     """Let stacked experts run padded where a rank's part of their weights needs that in some dtype.
 
     Args:
-        module: the experts. planned: what they run; its stock forward is replaced.
+        module: the experts.
         layouts: of their parameters.
     """
-    if planned.stock is None and widths_that_need(layouts, _SMALLEST_ITEM):
-        planned.stock = MethodType(_at_any_width, module)
+    if not has_inner(module, EXPERTS) and widths_that_need(layouts, _SMALLEST_ITEM):
+        add_step(module, EXPERTS, _at_any_width)
 
 
 def widths_that_need(layouts: Sequence[Layout], itemsize: int) -> list[int]:

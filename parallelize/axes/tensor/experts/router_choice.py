@@ -14,8 +14,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
-from types import MethodType
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from parallelize.base.errors import ModelError, Problem, ShapeError, short_list
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.ops.replay_cache import in_recompute, is_remembered, remembered
 from parallelize.state.forward_rows import ForwardRows
-from parallelize.state.records import applied, mark_applied
+from parallelize.state.forward_steps import ROUTES, add_step, run_inner
+from parallelize.state.records import applied
 
 T = torch.Tensor
 _TOPK = (torch.topk, torch.Tensor.topk)
@@ -77,11 +77,10 @@ class ReplayedRouter:
         layer: its index among the layers with experts.
         count: the number of its experts.
         replay: that of its model.
-        stock: the forward on the instance before, or None for that of the class.
     """
 
-    def __init__(self, fqn: str, layer: int, count: int, replay: RouteReplay, stock: Callable | None):
-        self.fqn, self.layer, self.count, self.replay, self.stock = fqn, layer, count, replay, stock
+    def __init__(self, fqn: str, layer: int, count: int, replay: RouteReplay):
+        self.fqn, self.layer, self.count, self.replay = fqn, layer, count, replay
 
 
 def install_router(fqn: str, module: nn.Module, layer: int, count: int, replay: RouteReplay) -> None:
@@ -90,13 +89,11 @@ def install_router(fqn: str, module: nn.Module, layer: int, count: int, replay: 
     It stays so: a backward after `replay_routes` recomputes with the choices of its forward.
     """
     if applied(module).router is None:
-        mark_applied(module, router=ReplayedRouter(fqn, layer, count, replay, module.__dict__.get("forward")))
-        module.__dict__["forward"] = MethodType(_forward, module)
+        add_step(module, ROUTES, _forward, router=ReplayedRouter(fqn, layer, count, replay))
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     router: ReplayedRouter = self._applied.router
-    stock = router.stock or MethodType(type(self).forward, self)
     routes = router.replay.forward
     if in_recompute():
         routes, replaces = None, is_remembered(_ROUTES)
@@ -105,12 +102,12 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         replaces = routes is not None
     if not replaces:
-        return stock(*args, **kwargs)
+        return run_inner(self, ROUTES, args, kwargs)
     cls: Any = type(self)
     if _calls(cls, FUNCTION):
-        return _mixed(router, routes, self.training, lambda: stock(*args, **kwargs))
+        return _mixed(router, routes, self.training, partial(run_inner, self, ROUTES, args, kwargs))
     with _ReplacedChoices(router, routes) as mode:
-        out = stock(*args, **kwargs)
+        out = run_inner(self, ROUTES, args, kwargs)
     if mode.calls != 1:
         what = (
             f"{router.fqn} calls torch.topk {mode.calls} times with scores [tokens, {router.count}], and chooses once"

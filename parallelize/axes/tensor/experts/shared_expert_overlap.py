@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from types import MethodType
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from parallelize.plan.adapters import BASE
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ModuleRow, ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
+from parallelize.state.forward_steps import BESIDE, add_step, run_inner
 
 T = torch.Tensor
 log = logging.getLogger(__name__)
@@ -64,10 +64,10 @@ class ComputedAhead:
         # a replay decides as its forward did, whose saved results of collectives it gets in order
         if not replay_cache.remembered("computed ahead", self._is_expected):
             return
-        x, planned = self.input, installed(self.module)
-        assert x is not None and planned is not None
+        x = self.input
+        assert x is not None
         self.version = x._version
-        self.output = planned.plain(self.module, x)
+        self.output = run_inner(self.module, BESIDE, (x,), {})
 
     def _is_expected(self) -> bool:
         module = self.module
@@ -110,10 +110,10 @@ def compute_overlapped(model: ModelFacts, row: ModuleRow) -> None:
     experts, module = model.objects[row.fqn], model.objects[fqn]
     planned = installed(module)
     if planned is None:
-        install(module, planned := ModuleRuntime((), module.__dict__.get("forward")))
+        install(module, planned := ModuleRuntime(()))
     ahead = ComputedAhead(fqn, module)
-    planned.prefetched, planned.plain = ahead, module.__dict__["forward"].__func__
-    module.__dict__["forward"] = MethodType(_computed_ahead, module)
+    planned.prefetched = ahead
+    add_step(module, BESIDE, _computed_ahead)
     model.objects[block].register_forward_pre_hook(ahead.enter, with_kwargs=True)
     model.objects[block].register_forward_hook(ahead.leave, always_call=True)
     planned_experts = installed(experts)
@@ -147,6 +147,5 @@ def _block_and_name(row: ModuleRow) -> tuple[str, str]:
 
 
 def _computed_ahead(self: Any, *args: Any, **kwargs: Any) -> Any:
-    planned = self._applied.planned
-    output = planned.prefetched.take(args, kwargs)
-    return planned.plain(self, *args, **kwargs) if output is None else output
+    output = self._applied.planned.prefetched.take(args, kwargs)
+    return run_inner(self, BESIDE, args, kwargs) if output is None else output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -66,6 +65,7 @@ from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ModuleRow, ParameterRow, RegionRow, ResolvedPlan
 from parallelize.plan.styles.contract import Contract, Conversion
 from parallelize.plan.styles.style import ModuleFacts
+from parallelize.state.forward_steps import PLANNED, add_step
 from parallelize.state.local_config import set_local
 from parallelize.state.parameters import Slot
 from parallelize.state.pending_reductions import PendingReduction, PendingReductions
@@ -169,7 +169,7 @@ class Installer:
         self, module: nn.Module, slots: tuple[Slot, ...], row: ModuleRow | None, read: tuple[str, ...]
     ) -> None:
         """read: children whose full parameters the module's own forward reads."""
-        planned = ModuleRuntime(slots, module.__dict__.get("forward"))
+        planned = ModuleRuntime(slots)
         forward = _forward_reading_children(module, read)
         if row is not None:
             contract = row.contract
@@ -181,7 +181,7 @@ class Installer:
             planned.inputs = local_inputs(module, contract.inputs, widths, self.group, argument_of)
             if contract.sizes_by_tensor:
                 inside = self._planned_inside(row.fqn)
-                planned.stock = sizes_by_tensor(module, planned.stock, contract.input_widths, inside, argument_of)
+                sizes_by_tensor(module, contract.input_widths, inside, argument_of)
             is_fresh = type(module) is nn.Linear or contract.computes_experts  # an output that nothing else reads
             planned.leave = self._conversion(contract.leave, row, fused=is_fresh)
             planned.defer_bias = contract.adds_bias_after_sum and planned.leave is not None
@@ -209,7 +209,7 @@ class Installer:
                 Vocabulary(self._width(row), self.group, self.inputs), self.resolved.plan.options.loss_parallel
             )
         if (contract.splits_experts or contract.sends_tokens) and not self.model.modules[row.fqn].stacked:
-            allow_any_width(module, planned, [self._parameter(row.fqn, slot.key).layout for slot in planned.slots])
+            allow_any_width(module, [self._parameter(row.fqn, slot.key).layout for slot in planned.slots])
         if contract.sends_chosen_rows:
             return scaled_experts(module, self._expert_ranks(row), num_choices(self.model, row.fqn))
         if contract.sends_tokens:
@@ -255,7 +255,7 @@ class Installer:
             elif slots:  # a container of one more parameter
                 earlier.slots = (*earlier.slots, *slots)
             elif row is not None and row.contract.traits.wraps:  # with one more adapter
-                module.__dict__["forward"] = MethodType(self._adapted(module, row), module)
+                add_step(module, PLANNED, self._adapted(module, row))
 
     def _innermost_first(self) -> list[tuple[str, ModuleFacts]]:
         """The modules, with those that call an adapted layer after what they call."""
@@ -444,7 +444,7 @@ class Installer:
             objects[decoder].register_forward_pre_hook(refuse_hidden_states, with_kwargs=True)
 
     def _planned(self, module: nn.Module) -> ModuleRuntime:
-        return installed(module) or ModuleRuntime((), module.__dict__.get("forward"))
+        return installed(module) or ModuleRuntime(())
 
 
 def _forward_reading_children(module: nn.Module, read: tuple[str, ...]) -> Callable | None:

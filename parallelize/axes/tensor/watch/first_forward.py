@@ -95,6 +95,7 @@ class FirstForwards:
 
 
 def _begin(first: FirstForwards, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Watches the first forward for values of a shard that are read as if they were full."""
     if module.training in first.watched or torch.compiler.is_compiling() or getattr(_active, "watch", None) is not None:
         return
     if private.backward_id() != -1 or any(child._compiled_call_impl is not None for child in module.modules()):

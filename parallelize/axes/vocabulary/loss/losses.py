@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import isfinite, prod
-from types import MethodType
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from parallelize.ops.vocabulary.softmax import (
 )
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.state.forward_steps import PLANNED, add_step
 from parallelize.state.guards.rank_means import marked_mean
 from parallelize.state.records import applied, mark_applied, part_of
 
@@ -253,7 +253,7 @@ def fuse_heads(module: nn.Module, resolved: ResolvedPlan) -> None:
     for fqn, row in local.modules.items():
         head = local_facts.objects[fqn]
         if row.contract.defers_logits and head._parameters.get("weight") is not None:
-            head.__dict__["forward"] = MethodType(_plain_head, head)
+            add_step(head, PLANNED, _plain_head)
             mark_deferred(head)
 
 

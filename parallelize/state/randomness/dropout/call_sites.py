@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import Layout
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.ops.attention.weight_dropout import WeightDropout
+from parallelize.state.forward_steps import DROPOUT, run_inner
 from parallelize.state.randomness.dropout.draw_places import DrawPlace, no_place, order_of, place_of
 from parallelize.state.randomness.dropout.global_index import (
     ActivationLayout,
@@ -221,12 +221,11 @@ class DropoutSites:
 class ModuleDropout(NamedTuple):
     """The dropout of one module.
 
-    stock: the forward that was set on the instance before, or None. rates: see `rates_of`.
+    rates: see `rates_of`.
     """
 
     sites: DropoutSites
     fqn: str
-    stock: Callable[..., Any] | None = None
     rates: Sequence[tuple[nn.Module, str]] = ()
 
 
@@ -361,17 +360,15 @@ def dropout_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
 def scoped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module whose code calls dropout functions; they are intercepted in training at a rate above
     zero."""
-    sites, fqn, stock, rates = self._applied.dropout
-    if stock is None:
-        stock = MethodType(type(self).forward, self)
+    sites, fqn, rates = self._applied.dropout
     if not _drops_now(self, rates):
-        return stock(*args, **kwargs)
+        return run_inner(self, DROPOUT, args, kwargs)
     sites.scopes.append(Scope(fqn))
     try:
         if len(sites.scopes) > 1:  # the mode is on
-            return stock(*args, **kwargs)
+            return run_inner(self, DROPOUT, args, kwargs)
         with sites.mode:
-            return stock(*args, **kwargs)
+            return run_inner(self, DROPOUT, args, kwargs)
     finally:
         sites.scopes.pop()
 

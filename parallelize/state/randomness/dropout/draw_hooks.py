@@ -96,6 +96,7 @@ def first_seed(groups: Sequence[Group], device_type: str) -> int:
 
 
 def _begin(hooks: DrawHooks, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Draws random numbers of the full activations, from here to the end of the forward."""
     sites = hooks.sites
     if not hooks.masks and torch.compiler.is_compiling():
         return
@@ -112,6 +113,7 @@ def _begin(hooks: DrawHooks, module: nn.Module, args: tuple, kwargs: dict) -> No
 
 
 def _end(hooks: DrawHooks, module: nn.Module, args: tuple, out: Any) -> None:
+    """Ends the drawing of random numbers of the full activations."""
     sites = hooks.sites
     if not hooks.masks and torch.compiler.is_compiling():
         return

@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -19,6 +18,7 @@ from parallelize.plan.adapters import is_adapted, layer_name
 from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.styles.contract import Conversion
+from parallelize.state.forward_steps import DROPOUT, add_step
 from parallelize.state.randomness.dropout.call_sites import (
     ColumnOutput,
     DropoutSites,
@@ -67,11 +67,9 @@ def install_dropout(module: AnyModel, seed: int = 0, mesh: AnyMesh | None = None
     sites = _sites(module, mesh, seed)
     for fqn, inner in module.named_modules():
         if type(inner).forward is nn.Dropout.forward and "forward" not in inner.__dict__:
-            mark_applied(inner, dropout=ModuleDropout(sites, fqn))
-            inner.__dict__["forward"] = MethodType(dropout_forward, inner)
+            add_step(inner, DROPOUT, dropout_forward, dropout=ModuleDropout(sites, fqn))
         elif drops_by_function(inner.__class__):
-            mark_applied(inner, dropout=ModuleDropout(sites, fqn, inner.__dict__.get("forward"), rates_of(inner)))
-            inner.__dict__["forward"] = MethodType(scoped_forward, inner)
+            add_step(inner, DROPOUT, scoped_forward, dropout=ModuleDropout(sites, fqn, rates_of(inner)))
     record = record_of(module)
     if record is not None and sites.size > 1:
         sites.layouts |= _adapter_dropout_layouts(module, record)

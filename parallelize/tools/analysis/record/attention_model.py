@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from parallelize.axes.tensor.experts.expert_forms import called_by_expert, even_sizes
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.plan.inner_experts import inner_experts
+from parallelize.state.forward_steps import EXPERTS, add_step, restored_forwards
 
 T = torch.Tensor
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -114,8 +114,8 @@ def grouped_experts(model: nn.Module) -> Iterator[None]:
                 if (inner := inner_experts(module)) is not None and "forward" not in vars(module):
                     stack.enter_context(called_by_expert(module, inner.num_experts))
                 elif _sorts_by_expert(module):
-                    module.__dict__["forward"] = MethodType(_with_even_sizes, module)
-                    stack.callback(module.__dict__.pop, "forward")
+                    stack.enter_context(restored_forwards([module]))
+                    add_step(module, EXPERTS, _with_even_sizes)
             yield
     finally:
         for config, value in before:

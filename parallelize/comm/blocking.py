@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from parallelize.base.torch_private import torch_groups as private_groups
-from parallelize.base.torch_private.torch_tensors import counts_collectives
+from parallelize.base.torch_private.torch_tensors import counts_collectives, num_dispatch_modes
 from parallelize.comm import functional, turns
 from parallelize.comm.shared_memory import SharedMemory
 
@@ -36,6 +36,39 @@ _SUM, _GATHER, _SCATTER = (
 
 def all_reduce(x: torch.Tensor, pg: dist.ProcessGroup) -> None:
     """Sum a contiguous tensor over ranks, in place."""
+    if not _is_plain(x):
+        _all_reduce_otherwise(x, pg)
+    elif (work := pg.allreduce([x], _SUM[0])) is not None:  # some backends have waited already, and return nothing
+        work.wait()
+
+
+def all_gather(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> None:
+    """Contiguous [n, ...] on each rank -> `out` [size * n, ...]."""
+    if not _is_plain(x):
+        _all_gather_otherwise(out, x, pg)
+    elif (work := _all_gather(pg)(out, x, _GATHER[0])) is not None:
+        work.wait()
+
+
+def reduce_scatter(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> None:
+    """Contiguous [size * n, ...] on each rank -> this rank's [n, ...] of the sum, in `out`."""
+    if not _is_plain(x):
+        _reduce_scatter_otherwise(out, x, pg)
+    elif (work := _reduce_scatter(pg)(out, x, _SCATTER[0])) is not None:
+        work.wait()
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Whether only the process group has to be asked: nothing traces or counts, shares memory or takes turns."""
+    return not (
+        torch.compiler.is_compiling() or turns.running or SharedMemory.active or num_dispatch_modes() or x.is_complex()
+    )
+
+
+# -- the other ways --------------------------------------------------------------------------------------------------
+
+
+def _all_reduce_otherwise(x: torch.Tensor, pg: dist.ProcessGroup) -> None:
     if _needs_wrapper(x):
         dist.all_reduce(x, group=pg)
     elif counts_collectives():
@@ -46,8 +79,7 @@ def all_reduce(x: torch.Tensor, pg: dist.ProcessGroup) -> None:
         _wait(pg.allreduce([x], _SUM[turns.takes_turns()]))
 
 
-def all_gather(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> None:
-    """Contiguous [n, ...] on each rank -> `out` [size * n, ...]."""
+def _all_gather_otherwise(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> None:
     if _needs_wrapper(x):
         wrapped_all_gather(out, x, group=pg)
     elif counts_collectives():
@@ -58,8 +90,7 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> Non
         _wait(_all_gather(pg)(out, x, _GATHER[turns.takes_turns()]))
 
 
-def reduce_scatter(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> None:
-    """Contiguous [size * n, ...] on each rank -> this rank's [n, ...] of the sum, in `out`."""
+def _reduce_scatter_otherwise(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> None:
     if _needs_wrapper(x):
         wrapped_reduce_scatter(out, x, group=pg)
     elif counts_collectives():
@@ -79,7 +110,7 @@ def _needs_wrapper(x: torch.Tensor) -> bool:
 
 
 def _wait(work: dist.Work | None) -> None:
-    """Some backends have waited already, and return nothing."""
+    """After the other computation had its turn."""
     if work is not None:
         try:
             turns.yield_turn()

@@ -27,7 +27,8 @@ class _Lane(threading.local):
 
 
 _LANE = _Lane()
-_running = 0  # pairs of computations in this process
+running = 0
+"""Pairs of computations in this process that take turns."""
 
 
 class OtherFailedError(BaseException):
@@ -90,10 +91,10 @@ def run_in_turns(first: Callable[[], None], second: Callable[[], None], worker: 
 
     Raises: the error of the one that failed first; the other got `OtherFailedError` at its next turn.
     """
-    global _running
+    global running
     turns = Turns()
     ended = worker.submit(contextvars.copy_context().run, turns.run, 1, second)
-    _running += 1
+    running += 1
     try:
         try:
             turns.run(0, first)
@@ -103,20 +104,20 @@ def run_in_turns(first: Callable[[], None], second: Callable[[], None], worker: 
             turns.end(0)  # also where this thread was interrupted before its turn
             ended.exception()  # waits until it has ended
     finally:
-        _running -= 1
+        running -= 1
     if turns.error is not None:
         raise turns.error
 
 
 def yield_turn() -> None:
     """Let the other computation run, if this thread takes turns with one."""
-    if _running and (turns := _LANE.turns) is not None:
+    if running and (turns := _LANE.turns) is not None:
         turns.yield_turn(_LANE.index)
 
 
 def takes_turns() -> bool:
     """Whether this thread takes turns with another."""
-    return bool(_running) and _LANE.turns is not None
+    return bool(running) and _LANE.turns is not None
 
 
 def is_second() -> bool:

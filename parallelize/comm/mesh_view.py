@@ -62,6 +62,15 @@ class MeshView:
         return self.device_mesh.get_local_rank(self.spec.names.index(axis)) if self.spec.ranks(axis) > 1 else 0
 
     @property
+    def has_groups(self) -> bool:
+        """Whether the process groups of its axes still exist."""
+        try:
+            self.place(*self.spec.names)
+        except RuntimeError:  # of torch, which finds no group of this name
+            return False
+        return True
+
+    @property
     def coordinates(self) -> dict[str, int]:
         """Axis name -> index of this rank along that axis."""
         return self.spec.coordinates(self.position)

@@ -1,7 +1,7 @@
 """What a module of a planned model runs: steps around its own forward, as one list with one order.
 
     own forward -> experts, sizes, gathered -> planned (tp) -> overlap, beside, adapted -> attention, sequences (cp)
-        -> recomputed -> stage (pp) -> dropout -> routes
+        -> recomputed -> stage (pp) -> dropout -> routes -> unit (ZeRO 3)
 
 A step is a function that gets the module first, and calls what is inside of it by `run_inner`. The outermost one is set
 as the `forward` of the instance. That costs less than hooks, leaves the user's hooks outside, and survives
@@ -24,7 +24,7 @@ from parallelize.state.records import KEY, ForwardStep, applied, mark_applied
 EXPERTS, SIZES, GATHERED = "experts", "sizes", "gathered"
 PLANNED, OVERLAP, BESIDE, ADAPTED = "planned", "overlap", "beside", "adapted"
 ATTENTION, SEQUENCES = "attention", "sequences"
-RECOMPUTED, STAGE, DROPOUT, ROUTES = "recomputed", "stage", "dropout", "routes"
+RECOMPUTED, STAGE, DROPOUT, ROUTES, UNIT = "recomputed", "stage", "dropout", "routes", "unit"
 
 PLACES: Mapping[str, str] = {
     EXPERTS: "computes rows that are sorted by expert, or pads widths that grouped matmuls do not take",
@@ -40,6 +40,7 @@ PLACES: Mapping[str, str] = {
     STAGE: "ends with its pipeline stage",
     DROPOUT: "draws dropout masks of full activations",
     ROUTES: "takes choices of experts that are replayed",
+    UNIT: "gathers what is in no ZeRO unit, where its model is not running",
 }
 """The places of steps, the innermost first, and what a module does in a step there."""
 

@@ -3,6 +3,7 @@ gradient."""
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -66,9 +67,23 @@ def test_a_second_adapter_leaves_the_first_one_frozen_over_data_ranks():
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize(("axes", "zero", "slug"), [({"dp": 2}, 3, "outside-unit"), ({"cp": 2}, 0, "outside-context")])
+def test_generation_by_a_wrapper_that_was_planned_over_zero_3():
+    """It calls the model inside of the one that gathers what is in no unit."""
+    alone = peft.get_peft_model(tiny_model("llama", torch.float64), config("lora")).eval()
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = alone.generate(input_ids=IDS, **options)
+    copies = [copy.deepcopy(alone) for _ in range(2)]
+
+    def body(rank):
+        parallel = parallelize_model(copies[rank], build_mesh("cpu", dp=2), zero=3)
+        return parallel.module.generate(input_ids=IDS, **options)
+
+    assert all(torch.equal(tokens, expected) for tokens in run_ranks(2, body))
+
+
+@pytest.mark.parametrize(("axes", "zero", "slug"), [({"cp": 2}, 0, "outside-context")])
 def test_generation_by_a_wrapper_that_was_planned_is_refused(axes, zero, slug):
-    """It calls the model inside of the one that gathers parameters and divides sequences."""
+    """It calls the model inside of the one that divides sequences."""
 
     def body(rank):
         with LOCK:

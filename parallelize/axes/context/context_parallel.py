@@ -22,7 +22,7 @@ from parallelize.axes.context.inputs import ContextInputs, config_with_masks, is
 from parallelize.axes.context.stock_attention import NAME, forward_over_context, refuse_unplanned, register
 from parallelize.axes.context.text_calls import OuterInputs, install_part
 from parallelize.axes.tensor.attention_calls import AttentionCalls
-from parallelize.axes.tensor.dtensor_boundary import refuse_attentions
+from parallelize.axes.tensor.recorded_outputs import refuse_attentions
 from parallelize.axes.tensor.region import Region
 from parallelize.axes.vocabulary.generation.transformers_generate import install_generation
 from parallelize.base.errors import MeshError, ModelError, Problem

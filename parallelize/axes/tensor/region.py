@@ -92,6 +92,21 @@ class Region:
         self._inside = None
         return ops.gather(x, self.group, self.dim, entered.full, "replicate") if entered.active else x
 
+    def gather_recorded(self, x: torch.Tensor) -> torch.Tensor:
+        """The full hidden states of a shard that was recorded in the last forward, or the full ones that `x` is.
+
+        Their gradient is full on every rank, as that of hidden states outside of the region.
+
+        Raises: ModelError `hidden-states-are-shards` for a sequence of one token, of which a shard looks like all.
+        """
+        last = self._last
+        if last is None or not last.active:
+            return x
+        if last.full == 1:
+            raise hidden_states_are_shards("of one token would return padding on all ranks but the first")
+        is_shard = x.shape[self.dim] == -(-last.full // self.group.size)
+        return ops.gather(x, self.group, self.dim, last.full, "replicate") if is_shard else x
+
     def gather_all(self, x: torch.Tensor) -> torch.Tensor:
         """The full hidden states, for a module that every rank runs on all tokens; `rescatter` ends it."""
         entered = self._pass_of(x, self.dim)
@@ -181,6 +196,17 @@ class Region:
                 )
             )
         return next(iter(candidates.values()), self._last)
+
+
+def hidden_states_are_shards(what: str) -> ModelError:
+    """The error of hidden states that a rank has a part of."""
+    return ModelError(
+        Problem(
+            "hidden-states-are-shards",
+            f"output_hidden_states under sequence parallelism {what}",
+            fix="apply the plan with sequence_parallel=False to look at hidden states",
+        )
+    )
 
 
 class EvenShards(Region):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from parallelize.axes.vocabulary.loss.losses import deferred_heads, watch_writes
+from parallelize.axes.zero.calls_of_parts import gather_for_parts
 from parallelize.axes.zero.collective_order import UnitOrder
 from parallelize.axes.zero.data_guards import refuse_steps
 from parallelize.axes.zero.data_ranks import DataOptions, DataRanksOf
@@ -212,16 +213,18 @@ def apply_fsdp(module: nn.Module, mesh: MeshView, options: DataOptions, resolved
 
 
 def _hook_owners(module: nn.Module, units: Sequence[str], axis: str) -> None:
-    """Let each module with parameters load shards, and be called by the model alone where it is in none of the units.
+    """Let each module with parameters load shards, and be called by itself where it is in none of the units.
 
     axis: over which parameters are sharded.
     """
+    in_no_unit: list[nn.Module] = []
     for name, owner in module.named_modules():
         if owner._parameters:
             unit = module.get_submodule(_unit_of(name, units))
             owner.register_load_state_dict_pre_hook(partial(_shard_what_is_loaded, unit))
             if unit is module and owner is not module:
-                owner.register_forward_pre_hook(partial(_refuse_outside, name, axis), prepend=True)
+                in_no_unit.append(owner)
+    gather_for_parts(module, in_no_unit, axis, _refuse_gradient_hooks)
 
 
 def _folded_experts(module: nn.Module) -> list[str]:
@@ -277,15 +280,6 @@ def _refuse_gathered(unit: Any, *_: Any) -> None:
     """The parameters of a unit that stays gathered are none to step: an optimizer that was given them would train
     nothing."""
     refuse_steps(parameter for group in unit_groups(unit) for parameter in gathered_parameters(group))
-
-
-def _refuse_outside(name: str, axis: str, owner: nn.Module, *_: Any) -> None:
-    """Raises: ModelError `outside-unit` for a call of a module in no unit, while its parameters are shards."""
-    parameter: Any = next(iter(owner._parameters.values()))
-    if isinstance(parameter, DTensor) and axis in (parameter.device_mesh.mesh_dim_names or ()):
-        what = f"{name} is called outside of a forward of the model, which gathers its parameters under ZeRO 3"
-        fix = "call the model; zero=2; or name it among the `units` of shard_data, or the plan's `zero_units`"
-        raise ModelError(Problem("outside-unit", what, fix=fix))
 
 
 def _refuse_copy(memo: dict) -> NoReturn:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -69,16 +70,21 @@ def _loopback_store() -> Any:
 
 @contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """Processes that are started inside never receive SIGINT. This process receives it and ends them."""
-    if not hasattr(signal, "pthread_sigmask"):
+    """Processes that are started inside never receive SIGINT. This process receives it at the end, and ends them."""
+    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
         yield
         return
     resource_tracker.ensure_running()  # starting it later, with the first process, would unblock the signal
+    received: list[int] = []  # by a thread that was there before, such as a store's, for which nothing is blocked
+    handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if handler is None else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 class _Answers:

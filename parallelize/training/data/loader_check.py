@@ -189,8 +189,8 @@ def _preparing_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _newest() -> list[MeshView]:
     """The mesh of the model that was planned last and still lives, if there is one: loaders and schedules name no
-    model."""
-    return list(_PLANNED.values())[-1:]
+    model. One whose process groups were destroyed trains no more."""
+    return [mesh for mesh in _PLANNED.values() if mesh.has_groups][-1:]
 
 
 _CHECKED = {

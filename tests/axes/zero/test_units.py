@@ -17,7 +17,6 @@ from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.record.shapes import fake_mesh
 from parallelize.tools.analysis.subject import Subject
 from tests.support.models import tiny_model
-from tests.support.refused import refused
 from tests.support.threads import run_ranks
 
 PLANS = {
@@ -51,30 +50,6 @@ def test_a_pattern_without_a_match_is_an_error_in_both():
     subject = Subject(ModelSource("llama", lambda _: tiny_model("llama")), wrong)
     with pytest.raises(ModelError, match="unmatched-unit"):
         subject.resolved(Setting(MeshSpec(dp=2), zero=3).complete())
-
-
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
-def test_a_module_in_no_unit_is_called_by_the_model_alone(axes):
-    """An embedding, or a head on states of the user's; a unit of its own is gathered by its own call."""
-    hidden, ids = torch.randn(2, 4, 48), torch.tensor([[1, 2, 3, 4]])
-    models = [tiny_model("llama") for _ in range(4)]
-
-    def body(rank: int) -> None:
-        mesh = build_mesh("cpu", **axes)
-        parallel = parallelize_model(models[rank], mesh, PLANS["one kind"], zero=3)
-        model = parallel.module
-        for forward in (lambda: model(input_ids=ids), lambda: model.lm_head(hidden), lambda: model(input_ids=ids)):
-            forward()
-        for name, call in {
-            "model.embed_tokens": lambda: model.model.embed_tokens(ids),
-            "model.norm": lambda: model.model.norm(hidden),
-        }.items():
-            with refused(ModelError, "outside-unit", name, "zero_units"):
-                call()
-        with refused(ModelError, "outside-unit", "model.embed_tokens"):
-            model.model(input_ids=ids)
-
-    run_ranks(4 if "tp" in axes else 2, body)
 
 
 @pytest.mark.parametrize("num_layers", [0, 3])

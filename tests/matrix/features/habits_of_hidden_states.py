@@ -22,8 +22,6 @@ DECODERS = {"needs": {"causal", "stock"}}
 PARTS = {
     **DECODERS,
     "refused": {
-        "hidden-states-are-shards": "ranks of a sequence-parallel region would return parts of the sequence",
-        "outside-unit": "what is in no ZeRO unit is gathered by the model's own forward",
         "outside-context": "over cp a layer learns the length of the sequences from the model's forward",
     },
 }

@@ -153,11 +153,11 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id
 
 
 def _is_inside(side: Side) -> bool:
-    """Whether the model that PEFT's `generate` calls is inside of the one that divides sequences and gathers
-    parameters, which refuses it: `outside-context`, `outside-unit`."""
+    """Whether the model that PEFT's `generate` calls is inside of the one that divides sequences, which refuses it:
+    `outside-context`."""
     if side.alone or side.model is not side.parallel.module or not hasattr(side.model, "peft_config"):
         return False
-    return "cp" in side.axis.sizes or side.axis.options.get("zero") == 3
+    return "cp" in side.axis.sizes
 
 
 def _counts_no_prompts(side: Side) -> bool:

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader
 
 from parallelize import build_mesh
 from parallelize.base.errors import ParallelizeError
+from parallelize.base.mesh import MeshSpec
+from parallelize.tools.analysis.record.shapes import fake_mesh
 from parallelize.training.apply_axes import parallelize_model
 from tests.support.models import tiny_model
 from tests.training.trainers.trainer_jobs import launched, rows
@@ -72,3 +74,17 @@ def stock_trainer(rank: int, axes: dict[str, int], folder: str) -> str:
 def test_a_stock_trainer_without_the_mixin_is_refused(two_processes, tmp_path):
     assert two_processes.run(stock_trainer, {"tp": 2}, str(tmp_path)) == ["loader-over-world"] * 2
     assert two_processes.run(stock_trainer, {"dp": 2}, str(tmp_path)) == ["prepared-by-accelerate"] * 2
+
+
+def test_a_model_whose_groups_are_gone_checks_no_loaders(caplog):
+    """As in a process that trained on a mesh, destroyed its groups, and goes on alone."""
+    from accelerate import Accelerator
+
+    warned = []
+    with fake_mesh(MeshSpec(dp=2, tp=2)) as mesh:
+        parallel = parallelize_model(tiny_model("llama"), mesh)
+        Accelerator(cpu=True).prepare(DataLoader(rows(16), batch_size=4))
+        warned.append("nothing in the loader divides its samples" in caplog.text)
+    caplog.clear()
+    Accelerator(cpu=True).prepare(DataLoader(rows(16), batch_size=4))
+    assert [*warned, bool(caplog.text)] == [True, False] and parallel.module.training

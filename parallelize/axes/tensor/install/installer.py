@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.axes.tensor.dtensor_boundary import (
     SharedConversions,
     input_conversion,
-    refuse_attentions,
-    refuse_hidden_states,
     return_dtensor,
 )
 from parallelize.axes.tensor.experts.expert_forms import form_of
@@ -46,6 +44,7 @@ from parallelize.axes.tensor.planned_forward import (
     installed,
     reading_children,
 )
+from parallelize.axes.tensor.recorded_outputs import RecordedHiddenStates, refuse_attentions, refuse_hidden_states
 from parallelize.axes.tensor.region import EvenShards, Region
 from parallelize.axes.tensor.shared_input import SharedConversion, SharedInput
 from parallelize.axes.tensor.sizes_by_tensor import sized, sizes_by_tensor
@@ -102,6 +101,7 @@ class Installer:
         self.inputs = inputs
         self.overlap = Overlap()
         self.region = EvenShards(tp, group) if resolved.plan.on_unclaimed == "leave" else Region(group)
+        self.recorded = RecordedHiddenStates(self.region)
         self.orders = {fqn: order for order, fqn in enumerate(resolved.parameters)}
         self.subgroups: dict[tuple[int, ...], Group] = {}
         self.shared_conversions: dict[int | None, SharedConversion] = {}  # by the dim that they gather; None copies
@@ -439,8 +439,9 @@ class Installer:
             planned = self._planned(objects[region.leave])
             planned.leave = self.region.leave
             install(objects[region.leave], planned)
-        decoder = region.enter.rpartition(".")[0].rpartition(".")[0]
-        if decoder in objects:
+        if region.enter in objects and region.leave in objects:
+            self.recorded.install(region.enter, objects)
+        elif (decoder := region.enter.rpartition(".")[0].rpartition(".")[0]) in objects:
             objects[decoder].register_forward_pre_hook(refuse_hidden_states, with_kwargs=True)
 
     def _planned(self, module: nn.Module) -> ModuleRuntime:

@@ -62,6 +62,6 @@ def test_a_stage_refuses_them():
         parallel = parallelize_model(models[rank], build_mesh("cpu", pp=2, tp=2), sequence_parallel=True)
         with pytest.raises(ParallelizeError) as error:
             parallel.step(input_ids=rows, targets=next_tokens(rows), output_hidden_states=True)
-        return {slug for slug in error.value.slugs if slug != "rank-failed"}
+        return str(error.value)
 
-    assert set().union(*run_ranks(4, body)) == {"hidden-states-are-shards"}
+    assert all("hidden-states-are-shards" in text for text in run_ranks(4, body))

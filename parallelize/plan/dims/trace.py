@@ -183,6 +183,11 @@ class _Watched(int):
         self.note_number()
         return float(int(self))
 
+    def read_sources(self) -> list[Source]:
+        """Those that a size follows, in order: of a quotient not what it was divided by, which may be as large."""
+        divisors = {ratio.divisor for ratio in self.ratios}
+        return sorted(source for source in self.sources if source not in divisors)
+
     def note_number(self) -> None:
         """It becomes a real number, as in a scale."""
         record = _RECORD.get()
@@ -346,7 +351,7 @@ class _SizesRead(TorchFunctionMode):
             for value in watched:
                 if dim and gives(value, size, index):
                     self.record.reads += [
-                        SizeRead(*self._local_source(source), dim, operation) for source in sorted(value.sources)
+                        SizeRead(*self._local_source(source), dim, operation) for source in value.read_sources()
                     ]
                     self.record.ratios |= {
                         Ratio(self._local_source(ratio.dividend), self._local_source(ratio.divisor)): None
@@ -368,7 +373,7 @@ class _SizesRead(TorchFunctionMode):
                 ):
                     self.record.reads += [
                         SizeRead(*self._local_source(source), added, "repeat_interleave")
-                        for source in sorted(value.sources)
+                        for source in value.read_sources()
                     ]
 
     def _local_source(self, source: Source) -> Source:

@@ -287,8 +287,13 @@ class Drafting:
     def _runs(self, candidate: ShardableFactor) -> dict[tuple[str, str], tuple[Factor, ...]]:
         """The attributes that follow this factor, by module, and the factors whose product each is."""
         runs: dict[tuple[str, str], tuple[Factor, ...]] = {}
-        for read in self.analysis.record.reads:
+        reads = self.analysis.record.reads
+        whole = {(read.module, read.attribute) for read in reads if size_of(leaves(read.dim)) == read.value}
+        for read in reads:
             if read.module in self.analysis.linears:  # whose forward is the style's
+                continue
+            # of factors of one dim, the first may be as large as the one that is meant: a dim of its own tells
+            if (read.module, read.attribute) in whole and size_of(leaves(read.dim)) != read.value:
                 continue
             owner = read.attribute.partition(".")[0]
             if not has_width(read.attribute) and owner not in vars(self.analysis.modules[read.module]):

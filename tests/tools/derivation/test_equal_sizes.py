@@ -4,7 +4,6 @@ and 8, as of Llama 70B), heads as wide as their number."""
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 

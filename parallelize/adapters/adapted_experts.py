@@ -115,7 +115,7 @@ def _delta(module: Any, adapter: str, layout: Layout, rank: int) -> T:
     return delta * module.scaling[adapter]
 
 
-def _factors(module: Any, adapter: str, layout: Layout, rank: int) -> tuple[T, T, bool, list[tuple[slice, ...]]]:
+def _factors(module: Any, adapter: str, layout: Layout, rank: int) -> tuple[T, T, bool, list[tuple[Any, ...]]]:
     """(A [experts, r, in], B [out, r, experts], whether weights are [in, out], the parts of them that this rank
     stores)."""
     down, up = (_local_weight(getattr(module, key)[adapter]) for key in ("lora_A", "lora_B"))
@@ -123,13 +123,15 @@ def _factors(module: Any, adapter: str, layout: Layout, rank: int) -> tuple[T, T
     by_expert = down.view(-1, rank_of_adapter, down.shape[-1])  # [experts, r, in]
     up = up.view(up.shape[0], rank_of_adapter, -1)  # [out, r, experts]
     is_transposed = not module._did_swap_in_out_features  # stored as [experts, in, out]
-    stored = [pair.full for pair in layout.slices(rank)]
+    stored: list[tuple[Any, ...]] = [pair.full for pair in layout.slices(rank)]
+    if layout.dim == 0 and len(stored) > 1:  # experts that do not follow each other
+        stored = [([n for part in stored for n in range(part[0].start, part[0].stop)], *stored[0][1:])]
     if by_expert.shape[0] != module.num_experts:  # those of this rank
         stored = [(slice(0, by_expert.shape[0]), *part[1:]) for part in stored]
     return by_expert, up, is_transposed, stored
 
 
-def _block(down: T, up: T, part: tuple[slice, ...], is_transposed: bool) -> T:
+def _block(down: T, up: T, part: tuple[Any, ...], is_transposed: bool) -> T:
     experts, second, third = part
     out, inputs = (third, second) if is_transposed else (second, third)
     equation = "ore,eri->eio" if is_transposed else "ore,eri->eoi"

@@ -197,20 +197,30 @@ def chunked(shape: Sequence[int], dim: int, num_ranks: int) -> Layout:
 
 
 def repeated(
-    shape: Sequence[int], dim: int, num_ranks: int, num_shards: int, unit: int = 1, num_chunks: int = 1
+    shape: Sequence[int],
+    dim: int,
+    num_ranks: int,
+    num_shards: int,
+    unit: int = 1,
+    num_chunks: int = 1,
+    units: Sequence[Sequence[int]] | None = None,
 ) -> Layout:
     """`num_shards` balanced shards, each stored by every `num_shards`-th rank.
 
     Args:
         unit: elements that stay together.
         num_chunks: equal parts of the dim, of each of which a rank stores its shard.
+        units: for each shard, the units that it has, ascending. Default: consecutive ones.
     """
     size = shape[dim] // num_chunks
     owned = []
     for rank in range(num_ranks):
-        start, stop = balanced_interval(size // unit, num_shards, rank % num_shards)
+        if units is not None:
+            runs = runs_of(units[rank % num_shards])
+        else:
+            runs = filled(balanced_interval(size // unit, num_shards, rank % num_shards))
         offsets = range(0, shape[dim], size) if size else ()
-        owned.append(tuple(part for n in offsets for part in filled((n + start * unit, n + stop * unit))))
+        owned.append(tuple((n + start * unit, n + stop * unit) for n in offsets for start, stop in runs))
     return Layout(tuple(shape), num_ranks, dim, tuple(owned), chunks=(Chunk(size),) * num_chunks)
 
 
@@ -299,6 +309,15 @@ def _shard_of_chunk(chunk: Chunk, num_ranks: int, rank: int) -> Interval:
     width = chunk.size // chunk.units
     first = rank * chunk.units // num_ranks
     return first * width, (first + per_rank) * width
+
+
+def runs_of(numbers: Sequence[int]) -> tuple[Interval, ...]:
+    """Ascending numbers as intervals of consecutive ones."""
+    runs: list[Interval] = []
+    for number in numbers:
+        first = runs.pop()[0] if runs and runs[-1][1] == number else number
+        runs.append((first, number + 1))
+    return tuple(runs)
 
 
 def count(runs: tuple[Interval, ...]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class OptionKeywords(TypedDict, total=False):
     ulysses: int | None
     ep: int | None
     etp: int | None
+    expert_placement: Mapping[str, Sequence[int]] | str | os.PathLike | None
     recompute: str | None
     recompute_every: int | None
     recompute_save: str | Sequence[str] | None

@@ -14,6 +14,7 @@ from parallelize.base.errors import ModelError, Problem, did_you_mean
 from parallelize.base.files.yaml_kinds import FLAG, FLAG_OR_AUTO, MOST, TEXTS, WORD, Kind, choice, count
 from parallelize.base.files.yaml_nodes import Reader
 from parallelize.base.mesh import AXES, FOLDED_AXES, MeshSpec, axis_order, possible_expert_ranks
+from parallelize.plan.expert_order import Orders, orders_of
 from parallelize.plan.styles.contract import OVERLAPS
 
 AnyOptions = TypeVar("AnyOptions", bound="Options")
@@ -48,6 +49,8 @@ class Options:
             that is a multiple or a divisor of tp. 1: each expert is split over `tp`.
         etp: ranks over which each of these experts is split. The experts are on ep x etp ranks, a multiple or a divisor
             of tp.
+        expert_placement: which experts are on which rank of `ep`: a mapping from names of modules of experts (patterns)
+            to their experts in the order of the ranks, or a JSON file with one. Default: in the model's order.
         recompute: "off", "selective" or "full": see `recompute`; so recompute_every and recompute_save.
         dtype: of compute, a name (also bf16, fp16, fp32) or a torch dtype; default: that of the weights. Where it is
             narrower than they are, the optimizer keeps float32 copies, and gradients are summed in float32.
@@ -72,6 +75,7 @@ class Options:
     ulysses: int = _BY_PLAN
     ep: int = _BY_PLAN
     etp: int = _BY_PLAN
+    expert_placement: Orders | None = None
     recompute: str = _BY_PLAN
     recompute_every: int = _BY_PLAN
     recompute_save: tuple[str, ...] | None = None
@@ -86,7 +90,9 @@ class Options:
         saved = self.recompute_save
         if saved is not None:
             object.__setattr__(self, "recompute_save", (saved,) if isinstance(saved, str) else tuple(saved))
-        if problems := list(_wrong_values(self)):
+        orders, problem = orders_of(self.expert_placement) if self.expert_placement is not None else (None, None)
+        object.__setattr__(self, "expert_placement", orders)
+        if problems := [*_wrong_values(self), *filter(None, [problem])]:
             raise ModelError(*problems)
 
     def over(self: AnyOptions, defaults: Options) -> AnyOptions:
@@ -131,7 +137,7 @@ class Options:
 NAMES = tuple(field.name for field in fields(Options))
 _DTYPES = ("dtype", "reduce_dtype")
 _COUNTS = ("num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "etp")
-ROW_OPTIONS = ("sequence_parallel", "loss_parallel", "fuse_loss", "ep", "etp")
+ROW_OPTIONS = ("sequence_parallel", "loss_parallel", "fuse_loss", "ep", "etp", "expert_placement")
 """Options that decide contracts and layouts over `tp`."""
 AUTO = "auto"
 
@@ -160,6 +166,7 @@ KINDS: dict[str, Kind] = {
     "ulysses": _number(),
     "ep": _number(),
     "etp": _number(),
+    "expert_placement": Kind(Reader.text, {"type": "string"}),
     "recompute": _words(*RECOMPUTE),
     "recompute_every": _number(),
     "recompute_save": Kind(Reader.texts, TEXTS.schema),
@@ -253,6 +260,7 @@ def _wrong_on_mesh(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
     if mesh.ranks("cp") % options.ulysses and mesh.ranks("cp") > 1:
         yield wrong_ulysses(options.ulysses, mesh.ranks("cp"))
     yield from wrong_folding(options, mesh)
+    yield from _wrong_placement(options)
     if options.overlap_microbatches is True:
         yield from _wrong_overlap_of_microbatches(options, mesh)
 
@@ -276,6 +284,13 @@ def wrong_ulysses(ulysses: int, cp: int) -> Problem:
     return Problem(
         "bad-ulysses", f"ulysses is {ulysses}, which does not divide cp (size {cp})", fix=f"one of: {divisors}"
     )
+
+
+def _wrong_placement(options: Options) -> Iterator[Problem]:
+    """Orders of experts where no rank has whole ones."""
+    if options.expert_placement and (options.ep == 1 or options.etp > 1):
+        what = f"expert_placement says which whole experts a rank has, and ep is {options.ep}, etp {options.etp}"
+        yield Problem("bad-placement", what, fix="ep=2 or more, and etp=1; or leave it out")
 
 
 def wrong_folding(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
@@ -351,6 +366,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "etp": {
         "help": "ranks over which each expert is split; experts are on ep x etp ranks",
     },
+    "expert_placement": {"metavar": "FILE", "help": "JSON: which experts are on which rank of ep"},
     "recompute": {
         "choices": RECOMPUTE,
         "help": "activations computed again in backward" + _CHOSEN_BY_PLAN.format("off"),

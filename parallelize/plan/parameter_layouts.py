@@ -10,6 +10,7 @@ from dataclasses import replace
 from parallelize.base.errors import Problem
 from parallelize.base.layout import Chunk, Layout, chunked, local_units, of_packs, packed, repeated, replicated, tiled
 from parallelize.plan.attribute_paths import dotted
+from parallelize.plan.expert_order import on_ranks, order_of
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.schema import Plan, Rule
@@ -104,7 +105,9 @@ class LayoutMaker:
         num_ranks = max(self.tp_size, options.expert_ranks)
         if dim == use.expert_dim:
             unit = fact.shape[0] // use.chunks if dim == 0 and use.chunks > 1 else 1
-            return repeated(fact.shape, dim, num_ranks, options.ep, unit, 1 if dim == 0 else use.chunks), None
+            order = order_of(options.expert_placement, fact.fqn)
+            units = on_ranks(order, options.ep) if order is not None else None
+            return repeated(fact.shape, dim, num_ranks, options.ep, unit, 1 if dim == 0 else use.chunks, units), None
         parts, width = use.chunks * use.adjacent, fact.shape[dim]
         if width % (parts * options.etp):
             what = f"dim {dim} of {generic(fact.fqn)} is {width}, which etp {options.etp} does not divide"

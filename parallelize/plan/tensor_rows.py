@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from parallelize.base.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
 from parallelize.base.layout import replicated
 from parallelize.plan.adapters import layer_name
+from parallelize.plan.expert_order import wrong_orders
 from parallelize.plan.local_rows import Attributes, local_attributes, with_local_inputs
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts, is_sequential
 from parallelize.plan.parameter_layouts import LayoutMaker
@@ -289,6 +290,8 @@ class _Resolver:
             name, size = ("ep", ep) if ep > 1 else ("etp", etp)
             what, fix = f"{name} is {size}, and no rule is `experts`", f"{name}=1, or a plan with the style `experts`"
             self.problems.append(Problem("bad-ep", what, self.plan.source, fix=fix))
+        counts = {row.fqn: self.model.modules[row.fqn].num_experts for row in rows}
+        self.problems += wrong_orders(self.plan.options.expert_placement, counts) if rows else []
         for row in rows if ep > 1 else ():
             count = self.model.modules[row.fqn].num_experts
             if count < ep:

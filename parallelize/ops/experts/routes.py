@@ -18,6 +18,7 @@ from parallelize.base.agreement import text_digest
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import balanced_interval, even_interval
 from parallelize.comm.groups import Group
+from parallelize.plan.expert_order import new_numbers
 
 T = torch.Tensor
 
@@ -92,6 +93,18 @@ def routes_of(
         rows = indices_of(goes[start:stop].T, sum(rows_sent))[1] + start
         chunks.append(TokenChunk(rows, rows_sent, rows_received, sum(row[2 * n + 1] for row in there)))
     return Routes(choices, tuple(chunks), experts)
+
+
+def renumbered(choices: T, order: tuple[int, ...], ep: int) -> T:
+    """Choices by the numbers that experts have in the order of the ranks that store them; impossible ones as they are.
+
+    Args:
+        choices: [tokens, k], of experts by the model's numbers.
+        order: of the experts over the ranks of `ep`: see `plan/expert_order.py`.
+    """
+    numbers = _tensor(new_numbers(order, ep), choices.device).to(choices.dtype)
+    is_possible = (choices >= 0) & (choices < len(order))
+    return torch.where(is_possible, numbers[choices.clamp(0, len(order) - 1).long()], choices)
 
 
 def _expert_ranks(choices: T, num_experts: int, num_ranks: int) -> T:
@@ -201,7 +214,7 @@ def _digest(text: str) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _tensor(form: CallForm, device: torch.device) -> T:
+def _tensor(form: tuple[int, ...], device: torch.device) -> T:
     return torch.tensor(form, dtype=torch.int64, device=device)
 
 

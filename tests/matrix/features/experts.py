@@ -81,6 +81,16 @@ def _on_ranks(number: int, zero: int = 0) -> Callable[[Axis], bool]:
     return lambda axis: axis.ranks("dp", "cp", "tp") >= number and (not zero or axis.data_ranks > 1)
 
 
+PLACEMENT = {"model.layers.*.mlp.experts": [4, 1, 3, 0, 2, 5]}
+"""Of six experts over ranks: no rank has consecutive ones alone, and of four ranks some have one."""
+
+for _zero in range(4):
+    feature(name=f"placed_experts_zero_{_zero}", needs={"experts"}, on=_on_ranks(2, _zero))(
+        _trains_with(ep=2, etp=1, zero=_zero, expert_placement=PLACEMENT)
+    )
+feature(name="placed_experts_over_four_ranks", needs={"experts"}, on=_on_ranks(4))(
+    _trains_with(ep=4, etp=1, expert_placement=PLACEMENT)
+)
 for _zero in range(4):
     feature(name=f"whole_experts_zero_{_zero}", needs={"experts"}, on=_on_ranks(2, _zero))(
         _trains_with(ep=2, etp=1, zero=_zero)

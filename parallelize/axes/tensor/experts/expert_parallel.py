@@ -33,7 +33,7 @@ from parallelize.base.torch_private.torch_dynamo import not_traced
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.ops import replay_cache
-from parallelize.ops.experts.routes import CallForm, Routes, indices_of, routes_of
+from parallelize.ops.experts.routes import CallForm, Routes, indices_of, renumbered, routes_of
 from parallelize.ops.experts.transfers import Transfers, arrive, collect, dispatch, give_back
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.styles.style import ModuleFacts
@@ -52,6 +52,7 @@ class ExpertRanks:
         num_experts: on all ranks together.
         num_chunks: parts of the tokens, of which one travels while another is computed.
         same_tokens: the ranks of `tp` where they have the same tokens; None where each rank has its own.
+        order: of the experts over the ranks of `ep`; None: that of the model.
     """
 
     fqn: str
@@ -60,6 +61,7 @@ class ExpertRanks:
     num_experts: int
     num_chunks: int
     same_tokens: Group | None
+    order: tuple[int, ...] | None = None
 
     @property
     def biases(self) -> dict[str, Conversion]:
@@ -102,6 +104,9 @@ def _exchanged(self: Any, form: ExpertForm, ranks: ExpertRanks, tokens: T, choic
     def find_routes() -> Routes:
         call = CallForm.of(ranks.fqn, tokens, weights)
         return routes_of(choices, ranks.num_experts, ranks.group, ranks.num_chunks, ranks.fqn, call, ranks.etp)
+
+    if ranks.order is not None:
+        choices = renumbered(choices, ranks.order, ranks.group.size // ranks.etp)
 
     # a replay sends the same rows, even where a near tie of the router falls otherwise
     routes = replay_cache.remembered("routes", find_routes)

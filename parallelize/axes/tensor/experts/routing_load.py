@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize.base.errors import ModelError, Problem
-from parallelize.base.layout import balanced_interval
 from parallelize.base.mesh import DATA_AXES
 from parallelize.ops.replay_cache import in_recompute
+from parallelize.plan.expert_order import Orders, on_ranks, order_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.models.wrapped_models import AnyModel, module_of
 from parallelize.state.forward_rows import ForwardRows, call_arguments, forward_rows
@@ -31,13 +31,14 @@ class RoutingLoad:
     Args:
         model: the mixture.
         ep: the number of ranks over which its experts are divided.
+        orders: in which order, where it is not the model's.
 
     Attributes:
         local: name of each module of experts -> [experts], counts of this rank's tokens.
     """
 
-    def __init__(self, model: nn.Module, ep: int):
-        self.model, self.ep = model, ep
+    def __init__(self, model: nn.Module, ep: int, orders: Orders | None = None):
+        self.model, self.ep, self.orders = model, ep, orders
         self.local: dict[str, T] = {}
         self._rows: ForwardRows | None = None
 
@@ -91,8 +92,9 @@ class RoutingLoad:
         stages. A collective over all ranks, and a wait of the host.
         """
         worst = {"expert": 1.0, "rank": 1.0}
-        for counts in self.counts().values():
-            shares = [counts[slice(*balanced_interval(len(counts), self.ep, rank))].sum() for rank in range(self.ep)]
+        for name, counts in self.counts().items():
+            order = order_of(self.orders, name) or tuple(range(len(counts)))
+            shares = [counts[list(experts)].sum() for experts in on_ranks(order, self.ep)]
             for key, values in (("expert", counts), ("rank", torch.stack(shares))):
                 values = values.double()
                 worst[key] = max(worst[key], float(values.max() / values.mean().clamp(min=1e-9)))
@@ -113,7 +115,9 @@ def largest_over_stages(model: nn.Module, values: list[float]) -> list[float]:
 def routing_load_of(model: nn.Module) -> RoutingLoad:
     """Counts of a mixture, none so far."""
     record = record_of(model)
-    return RoutingLoad(model, record.resolved.options.ep if record is not None else 1)
+    if record is None:
+        return RoutingLoad(model, 1)
+    return RoutingLoad(model, record.resolved.options.ep, record.resolved.options.expert_placement)
 
 
 @contextmanager

@@ -60,6 +60,7 @@ from parallelize.ops.vocabulary.class_targets import Vocabulary
 from parallelize.plan.adapters import BASE
 from parallelize.plan.attribute_paths import dotted
 from parallelize.plan.block_formats import is_conv1d
+from parallelize.plan.expert_order import order_of
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ModuleRow, ParameterRow, RegionRow, ResolvedPlan
 from parallelize.plan.styles.contract import Contract, Conversion
@@ -339,7 +340,8 @@ class Installer:
             first = self.group.rank // options.expert_ranks * options.expert_ranks
             group = self._subgroup(tuple(range(first, first + options.expert_ranks)))
         same = self.group if row.contract.enter is Conversion.SPLIT_TOKENS and self.group.size > 1 else None
-        return ExpertRanks(row.fqn, group, options.etp, experts, 1 if options.overlap == "off" else EXPERT_CHUNKS, same)
+        chunks, order = 1 if options.overlap == "off" else EXPERT_CHUNKS, order_of(options.expert_placement, row.fqn)
+        return ExpertRanks(row.fqn, group, options.etp, experts, chunks, same, order)
 
     def _choice_conversion(self, contract: Contract) -> Callable:
         """The conversion of choices and their weights as those of tokens, which they follow along their first dim."""

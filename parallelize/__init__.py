@@ -180,11 +180,14 @@ if TYPE_CHECKING:
     from parallelize.tools.verification.verify import verify as verify
     from parallelize.training.apply_axes import parallelize_model as parallelize_model
     from parallelize.training.apply_plan import parallelize_module as parallelize_module
+    from parallelize.training.data.balanced_deal import RowCosts as RowCosts
+    from parallelize.training.data.balanced_deal import balanced_deal as balanced_deal
     from parallelize.training.data.collate import collate_rows as collate_rows
     from parallelize.training.data.global_batches import GlobalBatches as GlobalBatches
     from parallelize.training.data.iterable_batches import IterableBatches as IterableBatches
     from parallelize.training.data.loader_check import check_loader as check_loader
     from parallelize.training.data.packing import FittedRows as FittedRows
+    from parallelize.training.data.packing import JoinedRows as JoinedRows
     from parallelize.training.data.packing import PackedDocuments as PackedDocuments
     from parallelize.training.data.packing import PackedRows as PackedRows
     from parallelize.training.trainers.sft import ParallelSFTTrainer as ParallelSFTTrainer

@@ -75,11 +75,14 @@ class BatchPart:
         size: the number of sequences of that batch.
         place: () -> (index of that batch's first sequence in the global batch, number of sequences of the global
             batch). A collective over the data ranks, where these have different numbers of sequences.
+        tokens: (the tokens before its first one, the tokens of this data rank's batch), where its sequences have other
+            lengths than those of other forwards; else None.
     """
 
     first: int
     size: int
     place: Callable[[], tuple[int, int]]
+    tokens: tuple[int, int] | None = None
 
 
 def batch_part(module: nn.Module) -> BatchPart | None:

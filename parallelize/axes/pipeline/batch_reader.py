@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from parallelize.axes.batch.input_batch import TARGETS, BatchForm, InputBatch, is_array
+from parallelize.axes.batch.row_lengths import ROW_LENGTHS, checked_lengths, cut_rows, refuse_targets_behind
 from parallelize.axes.context.forward_state import context_of
 from parallelize.axes.context.inputs import IGNORED, next_tokens
 from parallelize.axes.context.local_sequences import local_targets
@@ -90,6 +93,7 @@ class BatchReader:
             args, kwargs, targets, labels = broadcast_nested((args, kwargs, targets, labels), *self.stages)
         if labels is not None and not self.reads_tokens:
             kwargs, labels = {**kwargs, "labels": labels}, None
+        kwargs, lengths = self._row_lengths(kwargs)
         batch = self.form.step_batch(args, kwargs, targets if labels is None else labels)
         microbatches: list[MicrobatchInputs] = []
         error: ParallelizeError | None = None
@@ -99,19 +103,44 @@ class BatchReader:
                 self.check()
             if call != "forward":
                 batch = self._with_decoder_ids(batch, labels)
-                targets = self._local_targets(batch, targets, labels)
-            microbatches = split_batch(replace(batch, targets=targets), self.num_microbatches)
+                targets = self._targets(batch, targets, labels)
+            microbatches, targets = self._split(replace(batch, targets=targets), lengths)
         except ParallelizeError as refused:
             error = refused
-        total = self._agreed_total(targets, batch, {**settings, "call": call}, microbatches, error)
+        compared = batch.compared() | ({} if lengths is None else {ROW_LENGTHS: lengths})
+        total = self._agreed_total(targets, compared, {**settings, "call": call}, microbatches, error)
         if call != "forward":
             self._may_be_unshifted = False
         return microbatches, total
 
+    def _row_lengths(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """(the arguments of the model, the lengths of rows; None where they are not said)."""
+        if ROW_LENGTHS in self.form.names or ROW_LENGTHS not in kwargs:
+            return kwargs, None
+        return {name: value for name, value in kwargs.items() if name != ROW_LENGTHS}, kwargs[ROW_LENGTHS]
+
+    def _split(self, batch: InputBatch, lengths: Any) -> tuple[list[MicrobatchInputs], Any]:
+        """(microbatches with this rank's targets, these of all microbatches, which are counted)."""
+        if lengths is None:
+            needed = self.context is not None and batch.targets is not None
+            targets = self._local_targets(batch.length, batch.targets) if needed else batch.targets
+            return split_batch(replace(batch, targets=targets), self.num_microbatches), targets
+        full = batch.length
+        checked = checked_lengths(lengths, batch.size, full)
+        refuse_targets_behind(batch.targets, checked, full, IGNORED)
+        microbatches = split_batch(batch, self.num_microbatches, checked)
+        if self.context is None or batch.targets is None:
+            return microbatches, batch.targets
+        local = [self._local_targets(part.length, part.targets) for part in microbatches]
+        longest = max(targets.shape[1] for targets in local)
+        padded = [F.pad(targets, (0, longest - targets.shape[1]), value=IGNORED) for targets in local]
+        parts = zip(microbatches, local, strict=True)
+        return [replace(part, targets=targets) for part, targets in parts], torch.cat(padded)
+
     def _agreed_total(
         self,
         targets: Any,
-        batch: InputBatch,
+        batch: dict[str, Any],
         settings: dict[str, str],
         microbatches: list[MicrobatchInputs],
         error: ParallelizeError | None,
@@ -126,7 +155,7 @@ class BatchReader:
         settings["error"] = ", ".join(error.slugs) if error is not None else "none"
         try:
             sequences = microbatches[0].batch_size if microbatches else 0
-            total = self.comparison.total(count, batch.compared(), settings, sequences)
+            total = self.comparison.total(count, batch, settings, sequences)
         except HandshakeError as difference:
             raise error or difference from None
         if error is not None:
@@ -154,16 +183,19 @@ class BatchReader:
         more = with_decoder_ids(self.module, batch.inputs, labels) if self.reads_tokens and labels is not None else {}
         return replace(batch, kwargs={**batch.kwargs, **more}) if more else batch
 
-    def _local_targets(self, batch: InputBatch, targets: Any, labels: Any) -> Any:
-        """What the loss reads on this rank."""
+    def _targets(self, batch: InputBatch, targets: Any, labels: Any) -> Any:
+        """What the loss reads, of all tokens."""
         if self.reads_tokens:
             targets = token_targets(self.module, targets, labels, batch.mask)
             if self._may_be_unshifted:
                 refuse_unshifted(self.module, batch.inputs, targets)
             targets = beside_prompts(self.module, batch.inputs, targets)
-        if self.context is None or targets is None:
-            return targets
-        return local_targets(self.context, batch.length, targets)
+        return targets
+
+    def _local_targets(self, length: int, targets: Any) -> Any:
+        """This rank's of the targets of sequences of that length, over `cp`."""
+        assert self.context is not None
+        return local_targets(self.context, length, targets)
 
 
 def _no_sum(counts_targets: bool) -> ModelError:
@@ -200,6 +232,8 @@ class MicrobatchInputs:
         size: number of its sequences.
         batch_size: number of sequences in this rank's batch.
         media: of each kind of images and sounds, the tokens that stand for them, on which the shapes inside depend.
+        length: tokens of its sequences, where those of other microbatches may have other lengths; else 0.
+        first_token, num_tokens: the tokens of the microbatches before it, and of all of them; so too.
     """
 
     args: tuple
@@ -209,6 +243,9 @@ class MicrobatchInputs:
     size: int = 0
     batch_size: int = 0
     media: tuple[int, ...] = ()
+    length: int = 0
+    first_token: int = 0
+    num_tokens: int = 0
 
     def signature(self, mode: object) -> tuple:
         """A key: microbatches with the same one give tensors of the same shapes on every stage."""
@@ -222,8 +259,10 @@ def _form(leaf: Any) -> Any:
     return (leaf.shape, str(leaf.dtype)) if is_array(leaf) else repr(leaf)
 
 
-def split_batch(batch: InputBatch, count: int) -> list[MicrobatchInputs]:
+def split_batch(batch: InputBatch, count: int, lengths: Sequence[int] | None = None) -> list[MicrobatchInputs]:
     """Split a batch along its sequences into `count` equal microbatches.
+
+    lengths: the tokens of each sequence; each microbatch is cut to its longest. None: they are not cut.
 
     Split are tensors and arrays [batch, ..], and lists that `whole` says to have an entry for each sequence; images go
     with their texts, of which some may have several, or none: then the argument is None. Passed to
@@ -241,19 +280,27 @@ def split_batch(batch: InputBatch, count: int) -> list[MicrobatchInputs]:
             "sequences"
         )
         raise ShapeError(Problem("indivisible-batch", what, fix=fix))
-    if count == 1:
+    if count == 1 and lengths is None:
         media = batch.rows_of_media.tokens_between(0, total)
         return [MicrobatchInputs(batch.args, batch.kwargs, batch.targets, 0, total, total, media)]
     batch.rows.refuse_unclear()
     size = total // count
-    return [_part(batch, start, size) for start in range(0, total, size)]
+    if lengths is None:
+        return [_part(batch, start, size) for start in range(0, total, size)]
+    longest = [max(lengths[start : start + size]) for start in range(0, total, size)]
+    firsts = [0, *accumulate(size * length for length in longest)]
+    parts = [_part(batch, n * size, size, length) for n, length in enumerate(longest)]
+    return [replace(part, first_token=first, num_tokens=firsts[-1]) for part, first in zip(parts, firsts, strict=False)]
 
 
-def _part(batch: InputBatch, start: int, size: int) -> MicrobatchInputs:
+def _part(batch: InputBatch, start: int, size: int, length: int = 0) -> MicrobatchInputs:
+    """length: to which its sequences are cut; 0: they are not."""
     inputs = batch.rows.part(start, start + size)
+    if length:
+        inputs = cut_rows(inputs, batch.rows, batch.length, length)
     targets = inputs.pop(TARGETS)
     media = batch.rows_of_media.tokens_between(start, start + size)
-    return MicrobatchInputs(*batch.call(inputs), targets, start, size, batch.size, media)
+    return MicrobatchInputs(*batch.call(inputs), targets, start, size, batch.size, media, length)
 
 
 def broadcast_nested(value: Any, group: Group, device: torch.device, source: int = 0) -> Any:

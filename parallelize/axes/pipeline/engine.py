@@ -336,7 +336,7 @@ class Pipeline:
         # which adapter is active decides what stages send, and of what a gradient is sent back
         adapters = str(getattr(self.module, "active_adapter", None))
         mode = (torch.is_grad_enabled(), self.module.training, adapters, active_adapters(self._adapted))
-        if any(microbatch.media for microbatch in microbatches):
+        if any(microbatch.media or microbatch.length for microbatch in microbatches):
             signatures = [microbatch.signature(mode) for microbatch in microbatches]
         else:  # microbatches of texts alone have the same
             signatures = [microbatches[0].signature(mode)] * len(microbatches)
@@ -382,7 +382,8 @@ class Pipeline:
 
     def _enter(self, stage: int, microbatch: int, microbatch_inputs: MicrobatchInputs) -> None:
         """Tell the model which part of the batch it gets. Data ranks have consecutive parts of the global batch."""
-        self._part.first = microbatch_inputs.batch_offset
+        self._part.first, tokens = microbatch_inputs.batch_offset, microbatch_inputs.num_tokens
+        self._part.tokens = (microbatch_inputs.first_token, tokens) if tokens else None
         if self.clock is not None:
             step = self.steps_done if self.module.training else self.clock.evaluations
             self.clock.move(partial(self._position, step, microbatch_inputs.batch_offset, microbatch_inputs.size))

@@ -6,15 +6,15 @@
         ...
         checkpoint = batches.state_dict()
 
-A global batch is an interval of the epoch's order of samples, and data rank i of n takes the i-th of its n parts. Ranks
-of one data rank (along tp, pp, cp) get the same samples. A run that is resumed on another mesh sees the same global
-batches in the same order.
+A global batch is an interval of the epoch's order of samples, and data rank i of n takes the i-th of its n parts, or,
+with `costs`, a part that takes as long to compute as the others. Ranks of one data rank (along tp, pp, cp) get the same
+samples. A run that is resumed on another mesh sees the same global batches in the same order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,13 +23,18 @@ from torch.utils.data import DataLoader, Sampler
 from parallelize.base.errors import CheckpointError, DataError, Problem, ShapeError
 from parallelize.comm.mesh_view import MeshView
 from parallelize.ops.random.counter import Key, bits, key
+from parallelize.training.data.balanced_deal import balanced_deal, check_count, checked_costs
 
 _FIELDS = ("seed", "epoch", "batches_done", "num_samples", "global_batch_size", "shuffle", "drop_last")
 
 Batch = TypeVar("Batch")
 
 
-class GlobalBatches(Sampler[list[int]]):
+Samples = list[int] | list[tuple[int, ...]]
+"""Of one step on one data rank: indices, or with `joined` those of each microbatch."""
+
+
+class GlobalBatches(Sampler[Samples]):
     """A batch sampler: iterating gives this rank's indices of each global batch, from the position to the epoch's end.
 
     With an epoch's last batch, the position moves to the next epoch, which has another order. If an iteration
@@ -44,9 +49,14 @@ class GlobalBatches(Sampler[list[int]]):
         shuffle: False keeps the order of the data set.
         drop_last: False ends an epoch with a smaller batch of the remaining samples.
         mesh: a DeviceMesh with any axes, or None for one data rank.
+        costs: what each sample costs to compute, in any unit: see `RowCosts`. The samples of a global batch are then
+            dealt so that data ranks, and the microbatches of each, have nearly the same sums.
+        num_microbatches: of a step, where `costs` are given: consecutive rows of the batch.
+        joined: each item is the samples of one microbatch, of any number, for `JoinedRows`, which makes one row of
+            them. Needs `costs`.
 
-    Raises: ShapeError `indivisible-batch` if a batch does not divide over the data ranks; `no-batches` if there is
-        none.
+    Raises: ShapeError `indivisible-batch` if a batch does not divide over the data ranks (and microbatches);
+        `no-batches` if there is none. DataError `bad-costs`.
     Cost: no communication, and no memory for the order.
     """
 
@@ -59,12 +69,20 @@ class GlobalBatches(Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = True,
         mesh: Any = None,
+        costs: Sequence[float] | None = None,
+        num_microbatches: int = 1,
+        joined: bool = False,
     ):
         self.num_samples, self.global_batch_size = num_samples, global_batch_size
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.data_index, self.data_ranks = (0, 1) if mesh is None else MeshView.of(mesh).sample_place
         self.epoch = self.batches_done = 0
         self._tracked = False
+        self.costs = None if costs is None else checked_costs(costs, num_samples)
+        self.num_microbatches, self.joined = num_microbatches, joined
+        if joined and costs is None:
+            what = "joined rows have any number of samples, and nothing says how many"
+            raise DataError(Problem("bad-costs", what, fix="costs=[...], a number for each sample"))
         self._check_sizes()
 
     @property
@@ -76,23 +94,35 @@ class GlobalBatches(Sampler[list[int]]):
         """The remaining steps of this epoch: the length of an iteration that starts now."""
         return self.steps_per_epoch - self.batches_done
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Samples]:
         return self._hand_out(self.epoch, self.batches_done)
 
-    def _hand_out(self, epoch: int, first: int) -> Iterator[list[int]]:
+    def _hand_out(self, epoch: int, first: int) -> Iterator[Samples]:
         order = SampleOrder(self.num_samples, self.seed, epoch) if self.shuffle else None
         for step in range(first, self.steps_per_epoch):
             positions = self._positions(step)
-            samples = list(positions) if order is None else order.samples(positions)
+            samples: Samples = list(positions) if order is None else order.samples(positions)
+            if self.costs is not None:
+                samples = self._dealt([int(n) for n in samples], self.costs)
             if not self._tracked:
                 self._move_to(epoch, step + 1)
             yield samples
 
     def _positions(self, step: int) -> range:
-        """This rank's positions in the epoch's order."""
+        """This rank's positions in the epoch's order; those of all ranks, where costs decide which it gets."""
         start = step * self.global_batch_size
-        count = min(self.global_batch_size, self.num_samples - start) // self.data_ranks
+        size = min(self.global_batch_size, self.num_samples - start)
+        if self.costs is not None:
+            return range(start, start + size)
+        count = size // self.data_ranks
         return range(start + self.data_index * count, start + (self.data_index + 1) * count)
+
+    def _dealt(self, samples: list[int], costs: list[float]) -> Samples:
+        """This rank's of the samples of a global batch."""
+        of_batch = [costs[n] for n in samples]
+        deal = balanced_deal(of_batch, self.data_ranks, self.num_microbatches, joined=self.joined)
+        parts = [[samples[n] for n in part] for part in deal[self.data_index]]
+        return [tuple(part) for part in parts] if self.joined else [n for part in parts for n in part]
 
     def track(self, loader: Iterable[Batch]) -> Tracked[Batch]:
         """Iterate a DataLoader (or anything that iterates these batches), counting the batches that the loop has taken.
@@ -168,6 +198,11 @@ class GlobalBatches(Sampler[list[int]]):
             what = f"{self.num_samples} samples make no batch of {self.global_batch_size}"
             raise ShapeError(Problem("no-batches", what, fix="use a smaller batch, or drop_last=False"))
         last = 0 if self.drop_last else self.num_samples % self.global_batch_size
+        if self.costs is not None:
+            for size, name in ((self.global_batch_size, "a global batch"), (last, "the last batch")):
+                if size:
+                    check_count(size, self.data_ranks, self.num_microbatches, self.joined, name)
+            return
         for size, name, other in (
             (self.global_batch_size, "a global batch", f"a multiple of {self.data_ranks}"),
             (last, "the last batch", "drop_last=True"),

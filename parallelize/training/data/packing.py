@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -186,6 +187,12 @@ class FittedRows(Dataset[Row]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def row_lengths(self) -> list[list[int]]:
+        """The tokens of the documents of each row, and of its padding, for `RowCosts.of_rows`."""
+        lengths = [[min(self.counts[n], self.length) for n in row] for row in self.rows]
+        return [[*row, self.length - sum(row)] if sum(row) < self.length else row for row in lengths]
+
     def __getitem__(self, index: int) -> Row:
         ids: list[int] = []
         labels: list[int] = []
@@ -209,6 +216,44 @@ class FittedRows(Dataset[Row]):
                 Problem("unequal-lengths", what, fix="pass lengths of these documents, or leave lengths out")
             )
         return ids, labels
+
+
+class JoinedRows(Dataset[Row]):
+    """Rows of any length, each of whole documents that `GlobalBatches(..., joined=True)` has put together.
+
+    A row is a tuple of documents: `rows[(4, 7, 2)]` are three, one after the other, without padding; `rows[4]` is one.
+    Besides what the head of this file lists it has `row_lengths`, its number of tokens: `collate_rows` pads the rows of
+    a batch, and the step cuts them again.
+
+    Args:
+        documents: as `FittedRows` takes them.
+        unshifted: give `labels` instead of `targets`.
+
+    Attributes:
+        lengths: the number of tokens of each document. They are counted once, when they are asked for first.
+    """
+
+    def __init__(self, documents: Any, *, unshifted: bool = False):
+        self.documents, self.unshifted = documents, unshifted
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [len(_ids_and_labels(self.documents[n])[0]) for n in range(len(self.documents))]
+
+    def __getitem__(self, index: int | tuple[int, ...]) -> dict[str, Any]:
+        ids: list[int] = []
+        labels: list[int] = []
+        starts: list[int] = []
+        for document in index if isinstance(index, tuple | list) else (index,):
+            document_ids, document_labels = _ids_and_labels(self.documents[document])
+            starts.append(len(ids))
+            ids += document_ids
+            labels += document_labels
+        row = packed_row(torch.tensor(ids), len(ids), starts, self.unshifted, torch.tensor(labels))
+        return {**row, "row_lengths": len(ids)}
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -141,6 +141,10 @@ class _ReplayedBatch:
         if part is not self._part:  # once a step, because it may be a collective
             self._part, self._place = part, (0, part.size) if self.local else part.place()
         first, sequences = self._place
+        if part.tokens is not None:  # of other data ranks it is not known how many tokens they have
+            if not self.local or part.tokens[1] != len(self.routes):
+                raise self._wrong_tokens(f"rows of different lengths, {part.tokens[1]} tokens on this data rank")
+            return part.tokens[0]
         if sequences * length != len(self.routes):
             raise self._wrong_tokens(f"a batch of {sequences} sequences of {length} tokens")
         return (first + part.first) * length
@@ -261,8 +265,10 @@ class RecordedRoutes:
         # a step calls several forwards, each of its stages with all microbatches
         if part is None or part is not self._part:
             self._batch, self._part = self.tokens, part
-            self.tokens += (rows.batch if part is None else part.size) * rows.length
-        self._first = self._batch + (0 if part is None else part.first) * rows.length
+            tokens = (rows.batch if part is None else part.size) * rows.length
+            self.tokens += tokens if part is None or part.tokens is None else part.tokens[1]
+        first = 0 if part is None else part.first * rows.length if part.tokens is None else part.tokens[0]
+        self._first = self._batch + first
 
     def _add(self, layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """A module of experts is called."""

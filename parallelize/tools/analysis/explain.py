@@ -16,8 +16,10 @@ from parallelize.base.mesh import MeshSpec
 from parallelize.plan.models.model_source import ModelSource, source_of
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
+from parallelize.plan.stages import Costs
 from parallelize.state.report_tables import row_text
 from parallelize.tools.analysis.cost.intervals import interval_of
+from parallelize.tools.analysis.cost.load import LoadRecord
 from parallelize.tools.analysis.cost.machine import Machine, load_machine
 from parallelize.tools.analysis.cost.memory import RankMemory, device_bytes, memory_of
 from parallelize.tools.analysis.cost.setting import RECORDED, Setting, make_setting
@@ -26,6 +28,7 @@ from parallelize.tools.analysis.findings import gathered_modules
 from parallelize.tools.analysis.measure import costed, measure
 from parallelize.tools.analysis.record.kernel_sets import kernel_set
 from parallelize.tools.analysis.record.trace_data import Message
+from parallelize.tools.analysis.recorded_load import load_balance
 from parallelize.tools.analysis.show.explanation import (
     Advice,
     AxisTotal,
@@ -45,6 +48,8 @@ def explain(
     *,
     hardware: str | os.PathLike | Machine = "h100-sxm",
     every_layer: bool = False,
+    record: LoadRecord | None = None,
+    costs: Costs | None = None,
     **options: Any,
 ) -> Explanation:
     """Predict memory, messages and time of a training step on a mesh of any size, without running it.
@@ -56,6 +61,9 @@ def explain(
         mesh: sizes of the axes, such as "pp=2,dp=4,tp=8", or a `MeshSpec`.
         hardware: the name of a shipped profile (h100-sxm, h200, a100, cpu), a YAML file of that form, or a `Machine`.
         every_layer: run each layer, rather than a few of each class of equal layers. The figures are the same.
+        record: lengths of samples and routes that a run has recorded: `Explanation.balance` says how evenly they are
+            computed over ranks, and what balances them.
+        costs: of pipeline units, as `parallelize_model` takes them.
         options: fields of `Options`, as `parallelize_model` takes them, and of `Setting`: `batch` (sequences per data
             rank and step), `sequence` (tokens of a sequence), `weights_dtype`, `optimizer`, `offload_state`,
             `transport`.
@@ -67,14 +75,19 @@ def explain(
         ParallelizeError: for mistakes that a run would report: of the options (`unknown-option`, `bad-option`), the
             mesh (`unknown-axis`, `axis-order`, `no-data-axis`), the plan (`unmatched-rule`, `uneven-heads`, ...) or
             stages (`more-stages-than-layers`). Also `unknown-hardware`, `bad-hardware`; `cannot-record` where the
-            forward reads values; `process-group-taken` where the process has a process group.
+            forward reads values; `process-group-taken` where the process has a process group; `bad-record` for a record that is not of this model, or
+            has too few samples.
 
     Cost:
         No communication: one process, tensors without values.
     """
     setting = make_setting(mesh, options)
     machine = hardware if isinstance(hardware, Machine) else load_machine(hardware)
-    return explain_subject(Subject(source_of(model), plan), setting, machine, every_layer=every_layer, advice=True)
+    subject = Subject(source_of(model), plan, costs=costs)
+    explanation = explain_subject(subject, setting, machine, every_layer=every_layer, advice=True)
+    if record is None:
+        return explanation
+    return replace(explanation, balance=load_balance(subject, subject.complete(setting), record))
 
 
 def explain_subject(

@@ -31,7 +31,7 @@ from parallelize.plan.parameter_shards import ParameterShard, shards_of
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
-from parallelize.plan.stages import Stages
+from parallelize.plan.stages import Costs, Stages
 from parallelize.state.randomness.init.initialize import build_on_meta
 from parallelize.tools.analysis.cost.data_axes import OwnerSteps, depends_on, matrix_parameters, owner_steps
 from parallelize.tools.analysis.cost.setting import Setting, check_setting
@@ -49,6 +49,7 @@ class Subject:
 
     Attributes:
         plan: as `parallelize_module` takes it.
+        costs: of pipeline units, as `parallelize_model` takes them.
         irregular: layers of one class were seen to differ, so every layer is run from now on.
         outline: the model's outline, once it was asked for; `measure.py` makes it.
     """
@@ -56,6 +57,7 @@ class Subject:
     source: ModelSource
     plan: Any = None
     irregular: bool = False
+    costs: Costs | None = None
     outline: tuple[OutlinedSubject | None] | None = None
     _facts: dict[str, ModelFacts] = field(default_factory=dict)
     _plans: dict[tuple[bool, int], Plan | None] = field(default_factory=dict)
@@ -109,7 +111,8 @@ class Subject:
             model, plan = self.model(setting.weights_dtype), self.plan_for(setting)
             over_tp = self._over_tp(setting) if "tp" in setting.mesh.names else None
             others = setting.mesh.only(*(axis for axis in setting.mesh.names if axis != "tp"))
-            self._resolved[key] = resolve(plan, model, others, options, earlier=over_tp)
+            costs = self.costs if setting.size("pp") > 1 else None
+            self._resolved[key] = resolve(plan, model, others, options, costs=costs, earlier=over_tp)
         return self._resolved[key]
 
     def _over_tp(self, setting: Setting) -> ResolvedPlan:

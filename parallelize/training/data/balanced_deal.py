@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,29 +13,93 @@ Deal = list[list[list[int]]]
 """By data rank, by microbatch: indices of samples in the global batch."""
 
 
-def balanced_deal(costs: Sequence[float], data_ranks: int, num_microbatches: int = 1, *, joined: bool = False) -> Deal:
+def balanced_deal(
+    costs: Sequence[float],
+    data_ranks: int,
+    num_microbatches: int = 1,
+    *,
+    joined: bool = False,
+    lockstep: bool = False,
+) -> Deal:
     """The samples of a global batch over data ranks and microbatches, so that the largest sum of costs is small.
 
-    First data ranks are balanced, then the microbatches of each, which come in the order of their sums, so that the
-    largest ones of all ranks run together. It is a function of its arguments alone: every rank computes the same.
+    Data ranks are balanced, and then the microbatches of each, which come in the order of their sums, so that the
+    largest ones of all ranks run together. Joined samples are also dealt to microbatches first, which is taken where
+    ranks are as even, and wait less for each other's microbatches. It is a function of its arguments alone: every rank
+    computes the same.
 
     Args:
         costs: of the samples, positive, in any unit, such as `RowCosts` gives them.
         joined: any number of samples in a microbatch, one or more. False: as many in each.
+        lockstep: data ranks wait for each other in every microbatch, as with ZeRO 2 and 3 and with experts over `ep`:
+            each microbatch is balanced over the ranks, and microbatches may differ. A row costs what the longest sample
+            costs then, at most, and may have more tokens.
 
     Raises: ShapeError `indivisible-batch` where there are too few samples, or, unless `joined`, not as many for each.
+    Cost: up to half a second for 4,096 samples on 64 data ranks.
     """
-    parts = data_ranks * num_microbatches
     check_count(len(costs), data_ranks, num_microbatches, joined)
+    if num_microbatches > 1 and lockstep:
+        return _in_lockstep(costs, data_ranks, num_microbatches, joined)
     if not joined:
         ranks = balanced_parts(costs, data_ranks, equal=True)
         return [_within(rank, costs, num_microbatches, True) for rank in ranks]
+    deals = []
     ranks = balanced_parts(costs, data_ranks)
-    if min(len(rank) for rank in ranks) >= num_microbatches:
-        return [_within(rank, costs, num_microbatches, False) for rank in ranks]
-    microbatches = balanced_parts(costs, parts)  # of few samples: each microbatch needs one
-    sums = [sum(costs[n] for n in part) for part in microbatches]
-    return [[microbatches[n] for n in rank] for rank in balanced_parts(sums, data_ranks, equal=True)]
+    if min(len(rank) for rank in ranks) >= num_microbatches:  # each microbatch needs a sample
+        deals.append([_within(rank, costs, num_microbatches, False) for rank in ranks])
+    if num_microbatches > 1 or not deals:
+        microbatches = balanced_parts(costs, data_ranks * num_microbatches)
+        sums = [sum(costs[n] for n in part) for part in microbatches]
+        groups = balanced_parts(sums, data_ranks, equal=True)
+        deals.append([[microbatches[n] for n in rank] for rank in groups])
+    return min(deals, key=lambda deal: _wait(deal, costs))
+
+
+def _in_lockstep(costs: Sequence[float], data_ranks: int, num_microbatches: int, joined: bool) -> Deal:
+    """Each microbatch balanced by itself, the one with the longest samples first."""
+    left = sorted(range(len(costs)), key=lambda n: (-costs[n], n))
+    size = len(costs) // num_microbatches
+    deal: Deal = [[] for _ in range(data_ranks)]
+    totals = [0.0] * data_ranks
+    for microbatch in range(num_microbatches):
+        more = num_microbatches - microbatch - 1
+        if joined and more:
+            parts, left = _filled(left, costs, data_ranks, more)
+        else:
+            taken, left = (left, []) if not more else (left[:size], left[size:])
+            parts = _within(taken, costs, data_ranks, not joined)
+        parts.sort(key=lambda part: -sum(costs[n] for n in part))
+        for rank, part in zip(sorted(range(data_ranks), key=lambda r: (totals[r], r)), parts, strict=True):
+            deal[rank].append(part)
+            totals[rank] += sum(costs[n] for n in part)
+    return deal
+
+
+def _filled(left: list[int], costs: Sequence[float], count: int, more: int) -> tuple[list[list[int]], list[int]]:
+    """(the samples of one microbatch of `count` ranks, those of `more` microbatches after it).
+
+    Every rank gets as much as the largest sample that is left costs, or its part of everything where that is more.
+    """
+    most = max(costs[left[0]], sum(costs[n] for n in left) / count / (more + 1)) * (1 + 1e-9)
+    parts: list[list[int]] = [[] for _ in range(count)]
+    heap, rest, spare = [(0.0, rank) for rank in range(count)], [], len(left) - count * (more + 1)
+    for n in left:
+        total, rank = heap[0]
+        if (parts[rank] and not spare) or total + costs[n] > most:
+            rest.append(n)
+            continue
+        spare -= bool(parts[rank])
+        parts[rank].append(n)
+        heapq.heapreplace(heap, (total + costs[n], rank))
+    return [sorted(part) for part in parts], rest
+
+
+def _wait(deal: Deal, costs: Sequence[float]) -> tuple[float, float]:
+    """(the largest sum of a rank, to a hundredth of the mean; the largest sums of each microbatch together)."""
+    sums = [[sum(costs[n] for n in part) for part in rank] for rank in deal]
+    largest = max(map(sum, sums)) * len(deal) / sum(map(sum, sums))
+    return round(largest, 2), sum(max(parts) for parts in zip(*sums, strict=True))
 
 
 def _within(samples: list[int], costs: Sequence[float], count: int, equal: bool) -> list[list[int]]:

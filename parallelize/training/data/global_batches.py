@@ -54,6 +54,7 @@ class GlobalBatches(Sampler[Samples]):
         num_microbatches: of a step, where `costs` are given: consecutive rows of the batch.
         joined: each item is the samples of one microbatch, of any number, for `JoinedRows`, which makes one row of
             them. Needs `costs`.
+        lockstep: see `balanced_deal`.
 
     Raises: ShapeError `indivisible-batch` if a batch does not divide over the data ranks (and microbatches);
         `no-batches` if there is none. DataError `bad-costs`.
@@ -72,6 +73,7 @@ class GlobalBatches(Sampler[Samples]):
         costs: Sequence[float] | None = None,
         num_microbatches: int = 1,
         joined: bool = False,
+        lockstep: bool = False,
     ):
         self.num_samples, self.global_batch_size = num_samples, global_batch_size
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
@@ -79,7 +81,7 @@ class GlobalBatches(Sampler[Samples]):
         self.epoch = self.batches_done = 0
         self._tracked = False
         self.costs = None if costs is None else checked_costs(costs, num_samples)
-        self.num_microbatches, self.joined = num_microbatches, joined
+        self.num_microbatches, self.joined, self.lockstep = num_microbatches, joined, lockstep
         if joined and costs is None:
             what = "joined rows have any number of samples, and nothing says how many"
             raise DataError(Problem("bad-costs", what, fix="costs=[...], a number for each sample"))
@@ -120,7 +122,8 @@ class GlobalBatches(Sampler[Samples]):
     def _dealt(self, samples: list[int], costs: list[float]) -> Samples:
         """This rank's of the samples of a global batch."""
         of_batch = [costs[n] for n in samples]
-        deal = balanced_deal(of_batch, self.data_ranks, self.num_microbatches, joined=self.joined)
+        ways = {"joined": self.joined, "lockstep": self.lockstep}
+        deal = balanced_deal(of_batch, self.data_ranks, self.num_microbatches, **ways)
         parts = [[samples[n] for n in part] for part in deal[self.data_index]]
         return [tuple(part) for part in parts] if self.joined else [n for part in parts for n in part]
 

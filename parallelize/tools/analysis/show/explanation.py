@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from parallelize.tools.analysis.cost.intervals import Interval
+from parallelize.tools.analysis.cost.load import LoadBalance
 from parallelize.tools.analysis.cost.memory import Moment, RankMemory
 from parallelize.tools.analysis.cost.timing import StepTime
 
@@ -144,6 +145,7 @@ class Explanation:
         kernels: what the verdict and the time are for, as text.
         device_bytes: of the GPU, at the highest peak: tensors, the context, and what the allocator needs at least.
         interval: between which seconds 90% of such steps are. not_scored: why it is not known for this hardware, if so.
+        balance: of recorded lengths and routes; None without a record.
     """
 
     model: str
@@ -169,6 +171,7 @@ class Explanation:
     device_bytes: float = 0.0
     interval: Interval | None = None
     not_scored: str = ""
+    balance: LoadBalance | None = None
 
     @property
     def peak_bytes(self) -> int:

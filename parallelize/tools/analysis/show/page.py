@@ -25,6 +25,7 @@ from parallelize.tools.analysis.show.memory_chart import draw_parts, draw_step, 
 from parallelize.tools.analysis.show.tables import (
     Table,
     advice_table,
+    balance_table,
     axis_difference,
     expected_parts,
     expensive_first,
@@ -143,6 +144,9 @@ def _time(explanation: Explanation) -> Iterable[str]:
     yield paragraph(f"Time, {interval_note(explanation)}.")
     yield paragraph(f"Time, {expected_parts(explanation)}.")
     yield paragraph(f"Time, {time_parts(explanation)}. Overlapped: everything is hidden that can be.")
+    if explanation.balance is not None:
+        yield _table(balance_table(explanation))
+        yield paragraph("Compute over ranks for the recorded lengths and routes: the mean over the largest.")
 
 
 def _has_pipeline(explanation: Explanation) -> bool:

@@ -174,6 +174,22 @@ def worst_routing_note(explanation: Explanation) -> str:
     )
 
 
+def balance_table(explanation: Explanation) -> Table:
+    """How evenly recorded lengths and routes are computed over ranks."""
+    lines = explanation.balance.lines if explanation.balance is not None else ()
+    rows = [
+        (
+            line.name,
+            f"{line.before:.3f}",
+            f"{line.after:.3f}",
+            f"{line.best:.3f}" if line.best else "",
+            line.bound,
+        )
+        for line in lines
+    ]
+    return Table(("balance of", "before", "after", "at best", "bounded by"), rows, frozenset({1, 2, 3}))
+
+
 def expensive_first(rank: RankReport) -> list[MessageLine]:
     """Messages by estimated time, so that a slow link or a large number of small messages counts more."""
     return sorted(rank.messages, key=lambda m: (-m.seconds, -m.sent_bytes, -m.bytes))

@@ -11,6 +11,7 @@ from parallelize.tools.analysis.show.tables import (
     Table,
     advice_table,
     axis_difference,
+    balance_table,
     expected_parts,
     expensive_first,
     headline_difference,
@@ -48,6 +49,7 @@ def as_text(explanation: Explanation) -> str:
         _messages(explanation, rank),
         *(_totals(explanation, other) for other in explanation.ranks),
         _time(explanation),
+        _balance(explanation),
         _advice(explanation),
         _assumptions(explanation),
     ]
@@ -170,6 +172,18 @@ def _time(explanation: Explanation) -> list[str]:
     title = f"time of a step: an ESTIMATE from the constants of {explanation.machine}, not a measurement"
     notes = (interval_note(explanation), expected_parts(explanation), time_parts(explanation))
     return [title, *_lines(time_table(explanation)), *(line for note in notes for line in _wrapped(note))]
+
+
+def _balance(explanation: Explanation) -> list[str]:
+    table = balance_table(explanation)
+    if not table.rows:
+        return []
+    note = (
+        "after: samples dealt by row_costs, stages cut by stage_costs, experts placed by expert_placement, which --json "
+        "has; at best: no choice is better"
+    )
+    title = "compute over ranks for the recorded lengths and routes: the mean over the largest"
+    return [title, *_lines(table), *_wrapped(note)]
 
 
 def _advice(explanation: Explanation) -> list[str]:

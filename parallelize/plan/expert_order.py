@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from parallelize.base.errors import ParallelizeError, Problem
@@ -29,7 +30,7 @@ def orders_of(value: Any) -> tuple[Orders, Problem | None]:
     if isinstance(value, str | os.PathLike):
         where = os.fspath(value)
         try:
-            value = read_json(where)
+            value = read_json(Path(where).read_bytes(), where)
         except (OSError, ValueError, ParallelizeError) as error:
             return (), _bad(f"{where} cannot be read: {str(error).splitlines()[0]}", where)
     pairs = value.items() if isinstance(value, Mapping) else value

@@ -71,7 +71,7 @@ RESUMED: tuple[ResumedKeys, ...] = (
         "the rows taken so far are a multiple of it; the position stays at that row. If accepted: the file's data "
         "start from the beginning",
     ),
-    _keys("data", "cache microbatch workers", EFFECT, "from the next step on"),
+    _keys("data", "cache microbatch workers balance pair_cost", EFFECT, "from the next step on"),
     _keys("", "mesh plan device", EFFECT, "a checkpoint loads on any"),
     ResumedKeys("options", NAMES, EFFECT, "a checkpoint loads under any"),
     _keys("optimizer", "name", COMPARED, "If accepted: its state starts from zero"),

@@ -133,6 +133,9 @@ def _sources(config: RunConfig) -> Iterator[Mistake]:
         what = f"data has {' and '.join(sources) or 'no source'}"
         slug = "bad-value" if sources else "missing-key"
         yield Mistake([*keys_in_file, "data"][0], slug, what, "one of text, jsonl and function")
+    if data.balance != "off" and sources != ["function"]:
+        what = "rows of text files have one length, and cost the same"
+        yield Mistake("data.balance", "bad-value", what, "data.function, which returns documents of their own lengths")
     if data.args and not data.function:
         yield Mistake("data.args", "missing-key", "arguments without a function are not read", "add data.function")
 
@@ -238,6 +241,11 @@ def _batch(config: RunConfig) -> Iterator[Mistake]:
     if microbatch is not None and config.options.num_microbatches is not None:
         what = "data.microbatch and options.num_microbatches say the same"
         yield Mistake("data.microbatch", "bad-value", what, "give one of them")
+        return
+    if config.data.balance in ("joined", "lockstep"):  # the batch of a rank is a row for each microbatch
+        if microbatch is not None:
+            what = "joined documents are one row for each microbatch, of any number of documents"
+            yield Mistake("data.microbatch", "bad-value", what, "options.num_microbatches")
         return
     if mesh is None:
         return

@@ -108,6 +108,15 @@ class DataSection:
     sequence: int = key(count(), "tokens of a row", 128)
     global_batch: int = key(count(), "rows of a step, over all data ranks", 16)
     microbatch: int | None = key(count(), "rows that a rank computes at once (default: by num_microbatches)", None)
+    balance: str = key(
+        choice("off", "rows", "joined", "lockstep"),
+        "rows: data ranks and microbatches get as many rows, which cost as much. joined: documents of any length are "
+        "joined to one row for each microbatch. lockstep: so that each microbatch costs every rank as much",
+        "off",
+    )
+    pair_cost: float = key(
+        real(least=0), "what a squared token of a document costs, in tokens: explain prints it for lengths", 0.0
+    )
     shuffle: bool = key(FLAG, "each epoch has another order", True)
     seed: int = key(count(least=0), "of the order", 0)
     workers: int = key(count(least=0), "processes that read rows", 0)

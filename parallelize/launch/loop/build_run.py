@@ -61,7 +61,8 @@ def build_run(config: RunConfig, around: RunEnvironment, stack: ExitStack) -> Tr
     stack.callback(stopping.close)
     parallel, num_parameters, names = build_model(config, around)
     with naming(config, "data"):
-        data = data_of(config, names, around.mesh, around.device, _raise_together)
+        microbatches = parallel.pipeline.schedule.num_microbatches
+        data = data_of(config, names, around.mesh, around.device, _raise_together, microbatches)
     optimizer = build_optimizer_of(config, parallel)
     options = FileOptions.of(config.optimizer, optimizer)
     schedule = build_schedule_of(config, optimizer)
@@ -86,7 +87,7 @@ def build_run(config: RunConfig, around: RunEnvironment, stack: ExitStack) -> Tr
             )
         stack.enter_context(checkpoints)
     with naming(config, "metrics"):
-        metrics = _metrics(config, around, num_parameters)
+        metrics = _metrics(config, around, num_parameters, data.tokens_per_step)
     stack.callback(metrics.close)
     return TrainLoop(
         config,
@@ -147,14 +148,14 @@ def _loss_of(source: ModelSource) -> dict[str, Any]:
     return {name: value for name, value in (("loss", source.loss), ("count", source.count)) if value is not None}
 
 
-def _metrics(config: RunConfig, around: RunEnvironment, num_parameters: int) -> RunMetrics:
+def _metrics(config: RunConfig, around: RunEnvironment, num_parameters: int, tokens: float) -> RunMetrics:
     enabled = is_first_rank()
     dtype = getattr(torch, around.chosen.options.complete().dtype or "float32")
-    flops = around.predicted.flops_per_step if around.predicted is not None else 0.0
+    of_rows = tokens == config.data.global_batch * config.data.sequence  # for which a step is predicted
+    flops = around.predicted.flops_per_step if around.predicted is not None and of_rows else 0.0
     peak = peak_flops(around.mesh.device_type, dtype, size=512, rounds=5) if enabled and flops else 0.0
     heading = f"{config.model.name}, {num_parameters:,} parameters, {around.chosen.mesh}"
     around.tell(heading)
-    tokens = config.data.global_batch * config.data.sequence
     return RunMetrics(config, tokens, flops, peak * around.chosen.mesh.world_size, heading, enabled)
 
 

@@ -14,15 +14,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from parallelize.axes.batch.row_lengths import ROW_LENGTHS
 from parallelize.base.errors import DataError, Problem, short_list
 from parallelize.launch.config.run_config import DataSection, RunConfig
 from parallelize.launch.loop import token_files
 from parallelize.launch.loop.memory_report import object_of
 from parallelize.plan.models.model_source import name_of_ids
+from parallelize.training.data.balanced_deal import RowCosts
 from parallelize.training.data.collate import collate_rows
 from parallelize.training.data.global_batches import GlobalBatches
 from parallelize.training.data.iterable_batches import IterableBatches
-from parallelize.training.data.packing import PackedRows
+from parallelize.training.data.packing import JoinedRows, PackedRows
 
 Batch = dict[str, torch.Tensor]
 Names = Mapping[str, str] | None
@@ -39,16 +41,24 @@ class RunData:
         device: where batches are put.
         names: value of a batch -> the argument of the model that it is passed as; others are left out. None: all are
             passed, under their names.
+        num_microbatches: of a step, over which samples are balanced.
 
     Attributes:
         batches: `GlobalBatches` or `IterableBatches`: what a checkpoint saves.
+        tokens_per_step: of a global batch; of documents of different lengths the mean.
     """
 
-    def __init__(self, rows: Any, section: DataSection, mesh: Any, device: str, names: Names):
+    def __init__(
+        self, rows: Any, section: DataSection, mesh: Any, device: str, names: Names, num_microbatches: int = 1
+    ):
         self.device, self.names = device, names
+        self.tokens_per_step: float = section.global_batch * section.sequence
         if _is_map_style(rows):
+            rows, ways = _balanced(rows, section, num_microbatches)
+            if isinstance(rows, JoinedRows) and ways:
+                self.tokens_per_step = section.global_batch * sum(rows.lengths) / max(len(rows.lengths), 1)
             batches = GlobalBatches(
-                len(rows), section.global_batch, seed=section.seed, shuffle=section.shuffle, mesh=mesh
+                len(rows), section.global_batch, seed=section.seed, shuffle=section.shuffle, mesh=mesh, **ways
             )
             # of workers' seeds: none is drawn from the process's
             generator = torch.Generator().manual_seed(section.seed)
@@ -58,6 +68,9 @@ class RunData:
             self.batches: Any = batches
             self._epoch: Callable[[], Any] = lambda: batches.track(DataLoader(rows, batch_sampler=batches, **options))
         else:
+            if section.balance != "off":
+                what = "the data are iterated, and only samples with an index can be dealt by what they cost"
+                raise DataError(Problem("bad-costs", what, fix="a map-style data set; or data.balance: off"))
             iterated = IterableBatches(rows, section.global_batch, mesh=mesh)
             self.batches = iterated
             self._epoch = partial(iterated.loader, num_workers=section.workers, collate_fn=collate_or_error)
@@ -92,12 +105,29 @@ def _is_map_style(rows: Any) -> bool:
     return hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and not sources
 
 
-def data_of(config: RunConfig, names: Names, mesh: Any, device: str, agree: token_files.Agree) -> RunData:
-    """The data of a run. names: as `RunData` takes them. agree: as `token_files.cached_tokens` takes it.
+def _balanced(rows: Any, section: DataSection, num_microbatches: int) -> tuple[Any, dict[str, Any]]:
+    """(the data set, what `GlobalBatches` is told to balance it). Documents are counted once, on every rank."""
+    if section.balance == "off":
+        return rows, {}
+    costs = RowCosts(1.0, section.pair_cost)
+    ways = {"num_microbatches": num_microbatches}
+    if section.balance == "rows" and hasattr(rows, "row_lengths"):
+        return rows, {**ways, "costs": costs.of_rows(rows.row_lengths)}
+    documents = rows if isinstance(rows, JoinedRows) else JoinedRows(rows)
+    joined = section.balance != "rows"
+    ways |= {"joined": joined, "lockstep": section.balance == "lockstep"}
+    return documents, {**ways, "costs": costs.of(documents.lengths)}
+
+
+def data_of(
+    config: RunConfig, names: Names, mesh: Any, device: str, agree: token_files.Agree, num_microbatches: int = 1
+) -> RunData:
+    """The data of a run. names, num_microbatches: as `RunData` takes them. agree: as `token_files.cached_tokens` takes
+    it.
 
     Raises: DataError.
     """
-    return RunData(_rows(config, agree), config.data, mesh, device, names)
+    return RunData(_rows(config, agree), config.data, mesh, device, names, num_microbatches)
 
 
 def argument_names(module: nn.Module) -> Names:
@@ -109,7 +139,7 @@ def argument_names(module: nn.Module) -> Names:
         and "position_ids" in parameters
     ):
         return None
-    names = {name: name for name in (*parameters, "targets", "labels")}
+    names = {name: name for name in (*parameters, "targets", "labels", ROW_LENGTHS)}
     return {"input_ids": name_of_ids(module), **names}
 
 

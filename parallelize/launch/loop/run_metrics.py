@@ -38,7 +38,7 @@ class RunMetrics:
     def __init__(
         self,
         config: RunConfig,
-        tokens_per_step: int,
+        tokens_per_step: float,
         flops_per_step: float,
         peak_flops: float,
         heading: str,

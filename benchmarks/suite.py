@@ -137,6 +137,7 @@ RUNS = (
     Run("load", "load", "--layers 6 --rounds 2"),
     Run("export", "export", "--rounds 3", "", 2),
     Run("quantized", "quantized", "--layers 4 --rounds 3", "", 2),
+    Run("balance", "balance", "--steps 1", "--steps 4"),
     Run("predictions", "predictions", "--rounds 1 --small", "--rounds 3"),
     Run("one_gpu", "one_gpu", gpu=True),
     Run("one_gpu_small", "one_gpu", _SHORT_KERNELS, _SHORT_KERNELS, gpu=True),

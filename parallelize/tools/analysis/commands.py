@@ -78,6 +78,9 @@ def _add_explain(verbs: Any) -> None:
     _add_setting(explain)
     explain.add_argument("--hardware", default="h100-sxm", help=HARDWARE)
     explain.add_argument("--every-layer", action="store_true", help="analyze every layer, not equal layers once")
+    explain.add_argument(
+        "--record", type=Path, metavar="FILE", help="JSON with recorded lengths and routes: how even their compute is"
+    )
     explain.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
     explain.add_argument(
         "--compare", nargs=2, metavar=("A", "B"), help="two plans, or two meshes (with `=`), side by side"
@@ -309,14 +312,16 @@ def _plans_and_meshes(options: argparse.Namespace) -> list[tuple[str | None, str
 
 
 def _explain_setting(options: argparse.Namespace, plan: str | None, mesh: str, advice: bool) -> Explanation:
+    from parallelize.tools.analysis.cost.load import read_record
     from parallelize.tools.analysis.cost.machine import load_machine
     from parallelize.tools.analysis.explain import explain_subject
 
+    record = read_record(options.record) if options.record is not None else None
     machine = load_machine(options.hardware)
     subject, setting = _subject(options.model, plan, options.set), setting_of(options, mesh)
     if options.why_not is not None and mesh == options.why_not:
         setting = setting.with_tokens_of(setting_of(options, options.mesh).complete())
-    return explain_subject(subject, setting, machine, every_layer=options.every_layer, advice=advice)
+    return explain_subject(subject, setting, machine, every_layer=options.every_layer, advice=advice, record=record)
 
 
 # -- fit ----------------------------------------------------------------------------------------------------------

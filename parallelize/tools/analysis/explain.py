@@ -84,14 +84,17 @@ def explain(
     setting = make_setting(mesh, options)
     machine = hardware if isinstance(hardware, Machine) else load_machine(hardware)
     subject = Subject(source_of(model), plan, costs=costs)
-    explanation = explain_subject(subject, setting, machine, every_layer=every_layer, advice=True)
-    if record is None:
-        return explanation
-    return replace(explanation, balance=load_balance(subject, subject.complete(setting), record))
+    return explain_subject(subject, setting, machine, every_layer=every_layer, advice=True, record=record)
 
 
 def explain_subject(
-    subject: Subject, setting: Setting, machine: Machine, *, every_layer: bool = False, advice: bool = False
+    subject: Subject,
+    setting: Setting,
+    machine: Machine,
+    *,
+    every_layer: bool = False,
+    advice: bool = False,
+    record: LoadRecord | None = None,
 ) -> Explanation:
     """`explain`, with the caches of `subject`. advice: also compute single changes that would help."""
     setting = subject.complete(setting)
@@ -124,6 +127,7 @@ def explain_subject(
         ),
         interval=interval_of(time.step_s, setting, machine, has_experts=_has_experts(subject, setting)),
         not_scored=machine.not_scored,
+        balance=load_balance(subject, setting, record) if record is not None else None,
     )
     if not advice:
         return explanation

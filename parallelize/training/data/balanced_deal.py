@@ -44,16 +44,25 @@ def balanced_deal(
     if not joined:
         ranks = balanced_parts(costs, data_ranks, equal=True)
         return [_within(rank, costs, num_microbatches, True) for rank in ranks]
-    deals = []
-    ranks = balanced_parts(costs, data_ranks)
-    if min(len(rank) for rank in ranks) >= num_microbatches:  # each microbatch needs a sample
-        deals.append([_within(rank, costs, num_microbatches, False) for rank in ranks])
-    if num_microbatches > 1 or not deals:
+    ranks = _with_enough(balanced_parts(costs, data_ranks), costs, num_microbatches)
+    deals = [[_within(rank, costs, num_microbatches, False) for rank in ranks]]
+    if num_microbatches > 1:
         microbatches = balanced_parts(costs, data_ranks * num_microbatches)
         sums = [sum(costs[n] for n in part) for part in microbatches]
         groups = balanced_parts(sums, data_ranks, equal=True)
         deals.append([[microbatches[n] for n in rank] for rank in groups])
     return min(deals, key=lambda deal: _wait(deal, costs))
+
+
+def _with_enough(ranks: list[list[int]], costs: Sequence[float], least: int) -> list[list[int]]:
+    """The samples of ranks, of which each has `least` or more: a rank with a long one gets the smallest of others."""
+    for rank in ranks:
+        while len(rank) < least:
+            source = max(ranks, key=len)
+            smallest = min(source, key=lambda n: (costs[n], n))
+            source.remove(smallest)
+            rank.append(smallest)
+    return ranks
 
 
 def _in_lockstep(costs: Sequence[float], data_ranks: int, num_microbatches: int, joined: bool) -> Deal:
@@ -155,7 +164,9 @@ def checked_costs(costs: Sequence[float], num_samples: int) -> list[float]:
     values = [float(cost) for cost in costs]
     wrong = [f"{n}: {value}" for n, value in enumerate(values) if not 0 < value < float("inf")]
     if len(values) != num_samples or wrong:
-        what = f"there are {len(values)} costs of {num_samples} samples" + (f", {short_list(wrong, 4)}" if wrong else "")
+        what = f"there are {len(values)} costs of {num_samples} samples" + (
+            f", {short_list(wrong, 4)}" if wrong else ""
+        )
         fix = "a positive number for each sample: its tokens, or RowCosts(...).of(lengths)"
         raise DataError(Problem("bad-costs", what, fix=fix))
     return values

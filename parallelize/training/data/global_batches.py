@@ -103,9 +103,8 @@ class GlobalBatches(Sampler[Samples]):
         order = SampleOrder(self.num_samples, self.seed, epoch) if self.shuffle else None
         for step in range(first, self.steps_per_epoch):
             positions = self._positions(step)
-            samples: Samples = list(positions) if order is None else order.samples(positions)
-            if self.costs is not None:
-                samples = self._dealt([int(n) for n in samples], self.costs)
+            in_order = list(positions) if order is None else order.samples(positions)
+            samples: Samples = in_order if self.costs is None else self._dealt(in_order, self.costs)
             if not self._tracked:
                 self._move_to(epoch, step + 1)
             yield samples

@@ -22,7 +22,9 @@ def placed(**options):
 
 def test_microbatches_are_cut_to_their_longest_row():
     parallel, seen = placed(), []
-    parallel.module.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape[:2])))
+    parallel.module.model.embed_tokens.register_forward_hook(
+        lambda module, args, out: seen.append(tuple(out.shape[:2]))
+    )
     cut = parallel.step(input_ids=IDS, labels=labels(), row_lengths=torch.tensor(LENGTHS))
     assert seen == [(2, 9), (2, 6)]
     gradients = {name: p.grad.clone() for name, p in parallel.module.named_parameters()}
@@ -37,7 +39,9 @@ def test_microbatches_are_cut_to_their_longest_row():
 def test_positions_and_masks_are_cut_too():
     parallel, seen = placed(), []
     attention = parallel.module.model.layers[0].self_attn
-    attention.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["hidden_states"].shape), with_kwargs=True)
+    attention.register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append(kwargs["hidden_states"].shape), with_kwargs=True
+    )
     mask = (torch.arange(9) < torch.tensor(LENGTHS)[:, None]).long()
     parallel.evaluate(
         input_ids=IDS, labels=labels(), row_lengths=LENGTHS, attention_mask=mask, position_ids=torch.arange(9)[None]

@@ -40,7 +40,9 @@ def lockstep(parts):
 
 
 @pytest.mark.parametrize("ways", WAYS, ids=str)
-@given(st.lists(st.integers(1, 10**4), min_size=8, max_size=8), st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (8, 1)]))
+@given(
+    st.lists(st.integers(1, 10**4), min_size=8, max_size=8), st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (8, 1)])
+)
 def test_every_sample_once(ways, lengths, sizes):
     ranks, microbatches = sizes
     deal = balanced_deal(COSTS.of(lengths), ranks, microbatches, **ways)
@@ -68,6 +70,13 @@ def test_few_long_samples_leave_a_sample_for_each_microbatch():
     deal = balanced_deal([100.0, 100.0, 1.0, 1.0, 1.0, 1.0], 2, 3, joined=True)
     assert all(len(part) == 1 for rank in deal for part in rank)
     assert sums(deal, [100.0, 100.0, 1.0, 1.0, 1.0, 1.0]) == [[100, 1, 1]] * 2
+
+
+def test_a_long_sample_takes_small_ones_beside_it():
+    """Rather than that every microbatch costs as much as it."""
+    costs = [30.0, *[9.0] * 6, *[1.0] * 6]
+    deal = balanced_deal(costs, 3, 3, joined=True)
+    assert max(sum(rank) for rank in sums(deal, costs)) == 32
 
 
 # -- global batches ----------------------------------------------------------------------------------------------------

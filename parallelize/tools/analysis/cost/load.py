@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from parallelize.base.errors import ModelError, Problem
+from parallelize.base.errors import ModelError, ParallelizeError, Problem
+from parallelize.base.files.strict_json import read_json
 from parallelize.base.partition import balance_of, balanced_parts, best_balance
 from parallelize.plan.expert_order import on_ranks
 from parallelize.plan.stages import split_evenly
@@ -39,6 +41,18 @@ class LoadRecord:
     samples: int | None = None
     joined: bool = False
     lockstep: bool = False
+
+
+def read_record(path: Path) -> LoadRecord:
+    """A record from a JSON file: the fields of `LoadRecord`, or a list of lengths alone. Raises: ModelError
+    `bad-record`."""
+    try:
+        values = read_json(path.read_bytes(), str(path))
+        return LoadRecord(**values) if isinstance(values, dict) else LoadRecord(lengths=list(values))
+    except (OSError, TypeError, ParallelizeError) as error:
+        what = f"{path} is no record: {str(error).splitlines()[0]}"
+        fix = '{"lengths": [...], "routes": [[...], ...], "samples": 512, "joined": true}, or a list of lengths'
+        raise _bad(what, fix) from None
 
 
 @dataclass(frozen=True)
@@ -170,7 +184,9 @@ def _steps(record: LoadRecord, samples: int) -> list[list[int]]:
     """The lengths of each full global batch."""
     lengths = [int(length) for length in record.lengths]
     if len(lengths) < samples or min(lengths, default=0) < 1:
-        what = f"{len(lengths)} lengths, the shortest {min(lengths, default=0)}, for global batches of {samples} samples"
+        what = (
+            f"{len(lengths)} lengths, the shortest {min(lengths, default=0)}, for global batches of {samples} samples"
+        )
         raise _bad(what, "record=LoadRecord(lengths=[...]) of one global batch or more, each 1 or more")
     return [lengths[start : start + samples] for start in range(0, len(lengths) - samples + 1, samples)]
 
@@ -249,7 +265,9 @@ def _of_ranks(values: Sequence[float], mesh: LoadMesh, starts: tuple[int, ...]) 
     return sums
 
 
-def _stages(units: Sequence[UnitCost], mesh: LoadMesh, starts: tuple[int, ...], mean: tuple[float, float]) -> BalanceLine:
+def _stages(
+    units: Sequence[UnitCost], mesh: LoadMesh, starts: tuple[int, ...], mean: tuple[float, float]
+) -> BalanceLine:
     costs = _unit_costs(units, mean)
     before, after = (balance_of(_of_ranks(costs, mesh, each)) for each in (mesh.starts, starts))
     share = len({*mesh.stage_ranks}) / sum(costs)
@@ -323,7 +341,9 @@ def _experts(
     best = _mean_of_best([(layer, ep) for layer in counts], _best_of_experts)
     hottest = [max(layer) / sum(layer) for layer in counts]
     layer = max(range(len(hottest)), key=lambda n: hottest[n])
-    bound = f"one expert of layer {layer} with experts gets {hottest[layer]:.3f} of the choices, and 1/ep is {1 / ep:.3f}"
+    bound = (
+        f"one expert of layer {layer} with experts gets {hottest[layer]:.3f} of the choices, and 1/ep is {1 / ep:.3f}"
+    )
     if any(len(layer) % ep for layer in counts):
         bound = f"ep {ep} does not divide the experts, which stay in their order"
     return _line("experts", before, after, best, bound)
@@ -377,9 +397,7 @@ def _over_steps(sums: Any) -> float:
     return sum(sum(each) / len(each) for each in listed) / largest if largest else 1.0
 
 
-def _mean_of_best(
-    parts: Sequence[tuple[Sequence[float], int]], best: Callable[[Sequence[float], int], float]
-) -> float:
+def _mean_of_best(parts: Sequence[tuple[Sequence[float], int]], best: Callable[[Sequence[float], int], float]) -> float:
     """The best balance of several steps or layers together."""
     means = [sum(costs) / count for costs, count in parts]
     largest = sum(mean / best(costs, count) for mean, (costs, count) in zip(means, parts, strict=True))

@@ -175,12 +175,13 @@ def _time(explanation: Explanation) -> list[str]:
 
 
 def _balance(explanation: Explanation) -> list[str]:
-    table = balance_table(explanation)
-    if not table.rows:
+    table, balance = balance_table(explanation), explanation.balance
+    if balance is None:
         return []
+    pair = balance.row_costs.pair / balance.row_costs.token if balance.row_costs.token else 0.0
     note = (
         "after: samples dealt by row_costs, stages cut by stage_costs, experts placed by expert_placement, which --json "
-        "has; at best: no choice is better"
+        f"has; at best: no choice is better; a squared token of a document costs {pair:.3g} tokens (data.pair_cost)"
     )
     title = "compute over ranks for the recorded lengths and routes: the mean over the largest"
     return [title, *_lines(table), *_wrapped(note)]

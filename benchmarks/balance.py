@@ -3,10 +3,10 @@ balanced. Arithmetic on one process, no GPU.
 
     python -m benchmarks.balance [--steps 8]
 
-Lengths are log-normal (median 665 tokens, sigma 1.0, cut at 32,768: the longest of some thousands are 20 to 50 medians),
-as those of public sets for fine-tuning. Tokens of experts follow Zipf's law with a given exponent, in an order of their
-own in each layer, and no expert gets more than one choice of each token. Sources: the thread of NeMo-RL #1248; Zoph et
-al., ST-MoE, arXiv:2202.08906, for skewed routes.
+Lengths are log-normal (median 665 tokens, sigma 1.0, cut at 32,768), as those of public sets for fine-tuning. Tokens of
+experts follow Zipf's law with a given exponent, in an order of their own in each layer, and no expert gets more than
+one choice of each token. Sources: the thread of NeMo-RL #1248; Zoph et al., ST-MoE, arXiv:2202.08906, for skewed
+routes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class Table:
         batch = samples * setting.size("dp")
         record = LoadRecord(lengths_of(batch * self.steps, batch), routes, batch, **WAYS[way])
         balance = load_balance(subject, setting, record)
-        lines = {line.name: (round(line.before, 4), round(line.after, 4), round(line.best, 4)) for line in balance.lines}
+        lines = {
+            line.name: (round(line.before, 4), round(line.after, 4), round(line.best, 4)) for line in balance.lines
+        }
         bounds = "; ".join(f"{line.name}: {line.bound}" for line in balance.lines if line.bound)
         text = "  ".join(f"{name} {before:.3f} > {after:.3f}" for name, (before, after, _) in lines.items())
         print(f"{model:16} {mesh:14} {samples:3} {way:9} {options.get('ep', 1):3}  {text}  {bounds}", flush=True)

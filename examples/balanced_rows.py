@@ -15,8 +15,17 @@ from text import VOCABULARY, rows
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from parallelize import GlobalBatches, JoinedRows, LoadRecord, build_mesh, build_on_meta, collate_rows
-from parallelize import destroy_groups, explain, parallelize_model
+from parallelize import (
+    GlobalBatches,
+    JoinedRows,
+    LoadRecord,
+    build_mesh,
+    build_on_meta,
+    collate_rows,
+    destroy_groups,
+    explain,
+    parallelize_model,
+)
 
 sizes = dict(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
 config = LlamaConfig(vocab_size=VOCABULARY, **sizes)

@@ -169,8 +169,8 @@ if TYPE_CHECKING:
     from parallelize.state.shard_info import ShardInfo as ShardInfo
     from parallelize.state.shard_info import shard_info as shard_info
     from parallelize.state.stored_slices import tied_names as tied_names
-    from parallelize.tools.analysis.cost.load import LoadBalance as LoadBalance
-    from parallelize.tools.analysis.cost.load import LoadRecord as LoadRecord
+    from parallelize.tools.analysis.cost.load_balance import LoadBalance as LoadBalance
+    from parallelize.tools.analysis.cost.load_balance import LoadRecord as LoadRecord
     from parallelize.tools.analysis.explain import explain as explain
     from parallelize.tools.analysis.linting import Finding as Finding
     from parallelize.tools.analysis.linting import lint as lint

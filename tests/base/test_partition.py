@@ -1,4 +1,4 @@
-"""Costs in parts: every cost is in one part, as many in each where they must be, and the largest sum is near the best."""
+"""Costs in parts: each is in one part, as many in each where they must be, and the largest sum is near the best."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ OPTIONAL = "an optional package"
 PRIVATE = "private names of torch, each with the version that has it"
 LAZY = {  # file to what its functions import: modules of this package in full, of others the package
     "tools.analysis.commands": {
-        "tools.analysis.cost.load": COMMAND,
+        "tools.analysis.cost.load_balance": COMMAND,
         "tools.analysis.cost.machine": COMMAND,
         "tools.analysis.cost.setting": COMMAND,
         "tools.analysis.default_mesh": COMMAND,

@@ -49,6 +49,7 @@ WITHOUT_A_ROW: dict[str, str] = {
     **dict.fromkeys(["Cuts", "Plan", "Tie", "Contract", "Conversion", "Traits", "Use", "shipped_plans"], _FORM),
     **dict.fromkeys(["ModuleFacts", "Style", "StyleContext", "StyleText", "register_style"], _FORM),
     **dict.fromkeys(["explain", "Explanation", "lint", "Finding", "derive_plan", "Derived", "MeshSpec"], _OFFLINE),
+    **dict.fromkeys(["LoadBalance", "LoadRecord"], _OFFLINE),
     **dict.fromkeys(["verify", "Verification", "assert_verified", "describe_plan", "bytes_per_rank"], _OFFLINE),
     **dict.fromkeys(
         ["build_schedule", "describe_schedule", "simulate", "Timeline", "recompute_cost", "Options"], _OFFLINE
@@ -61,7 +62,7 @@ WITHOUT_A_ROW: dict[str, str] = {
     **dict.fromkeys(["OverlappedLinears", "overlapped_linears", "calibrate", "DeferredGradients"], _BY_LAYER),
     **dict.fromkeys(["overlap_counts", "overlap_report", "deferred_gradients"], _BY_LAYER),
     **dict.fromkeys(["vllm_update_info", "vllm_weight_source", "verl_per_tensor_param"], _ENGINE),
-    **dict.fromkeys(["PackedDocuments", "check_loader", "collate_rows", "IterableBatches", "FittedRows"], _DATA),
+    **dict.fromkeys(["PackedDocuments", "check_loader", "IterableBatches", "balanced_deal"], _DATA),
     **dict.fromkeys(["ParallelModel", "Schedule", "DeferredLogits", "ShardedLogits", "RoutingLoad"], _TYPE),
     **dict.fromkeys(["ExpertBalance", "RecordedRoutes", "Streams", "Position"], _TYPE),
     **dict.fromkeys(["Constant", "Normal", "TruncatedNormal", "Uniform"], _TYPE),

@@ -26,6 +26,7 @@ RECIPES = {
     "long_context": 3,
     "own_model": 4,
     "flow_matching": 3,
+    "balanced_rows": 4,
 }
 MOST_LINES = 120
 OTHER_MESHES = {

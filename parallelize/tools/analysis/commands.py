@@ -312,7 +312,7 @@ def _plans_and_meshes(options: argparse.Namespace) -> list[tuple[str | None, str
 
 
 def _explain_setting(options: argparse.Namespace, plan: str | None, mesh: str, advice: bool) -> Explanation:
-    from parallelize.tools.analysis.cost.load import read_record
+    from parallelize.tools.analysis.cost.load_balance import read_record
     from parallelize.tools.analysis.cost.machine import load_machine
     from parallelize.tools.analysis.explain import explain_subject
 

@@ -19,7 +19,7 @@ from parallelize.plan.resolved import ParameterRow, ResolvedPlan
 from parallelize.plan.stages import Costs
 from parallelize.state.report_tables import row_text
 from parallelize.tools.analysis.cost.intervals import interval_of
-from parallelize.tools.analysis.cost.load import LoadRecord
+from parallelize.tools.analysis.cost.load_balance import LoadRecord
 from parallelize.tools.analysis.cost.machine import Machine, load_machine
 from parallelize.tools.analysis.cost.memory import RankMemory, device_bytes, memory_of
 from parallelize.tools.analysis.cost.setting import RECORDED, Setting, make_setting
@@ -75,8 +75,8 @@ def explain(
         ParallelizeError: for mistakes that a run would report: of the options (`unknown-option`, `bad-option`), the
             mesh (`unknown-axis`, `axis-order`, `no-data-axis`), the plan (`unmatched-rule`, `uneven-heads`, ...) or
             stages (`more-stages-than-layers`). Also `unknown-hardware`, `bad-hardware`; `cannot-record` where the
-            forward reads values; `process-group-taken` where the process has a process group; `bad-record` for a record that is not of this model, or
-            has too few samples.
+            forward reads values; `process-group-taken` where the process has a process group; `bad-record` for a
+            record that is not of this model, or has too few samples.
 
     Cost:
         No communication: one process, tensors without values.

@@ -1,4 +1,4 @@
-"""The operations of each pipeline unit by length, from the recordings that `explain` makes, and the balance of a load."""
+"""The operations of each pipeline unit by length, from recordings as of `explain`, and the balance of a load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.mesh import SAMPLE_AXES
 from parallelize.plan.stages import Stages
-from parallelize.tools.analysis.cost.load import LoadBalance, LoadMesh, LoadRecord, UnitCost, balance_load
+from parallelize.tools.analysis.cost.load_balance import LoadBalance, LoadMesh, LoadRecord, UnitLoad, balance_load
 from parallelize.tools.analysis.cost.setting import Setting
 from parallelize.tools.analysis.record.trace_data import LOSS, OUTSIDE
 from parallelize.tools.analysis.subject import Subject
@@ -45,7 +45,7 @@ def _is_layer(unit: str, prefix: str) -> bool:
     return unit.startswith(prefix) and "." not in unit[len(prefix) :]
 
 
-def unit_costs(subject: Subject, setting: Setting, experts: Mapping[str, int]) -> list[UnitCost]:
+def unit_costs(subject: Subject, setting: Setting, experts: Mapping[str, int]) -> list[UnitLoad]:
     """The operations of one rank in each unit, for a token and for a squared token: two recordings tell both.
 
     experts: name of each module of experts -> their number.
@@ -58,11 +58,11 @@ def unit_costs(subject: Subject, setting: Setting, experts: Mapping[str, int]) -
         at_short = of_short.get(unit, 0.0)
         pair = max((at_long / long - at_short / short) / (long - short), 0.0) if long > short else 0.0
         inside = [name for name in names if unit == _WHOLE or name == unit or name.startswith(f"{unit}.")]
-        expert = sum(_weights(facts.modules[name].shapes or facts.modules[name].stacked) for name in inside)
+        expert = sum(_weights(facts.modules[name].shapes) for name in inside)
         of_experts = 2.0 * passes * choices / long * expert
         token = at_long / long - pair * long
         layers = tuple(names.index(name) for name in inside)
-        costs.append(UnitCost(unit, token, pair, min(of_experts, token), layers))
+        costs.append(UnitLoad(unit, token, pair, min(of_experts, token), layers))
     return costs
 
 

@@ -30,11 +30,13 @@ def balanced_deal(
 
     Args:
         costs: of the samples, positive, in any unit, such as `RowCosts` gives them.
+        data_ranks, num_microbatches: over which they are dealt.
         joined: any number of samples in a microbatch, one or more. False: as many in each.
         lockstep: data ranks wait for each other in every microbatch, as with ZeRO 2 and 3 and with experts over `ep`:
             each microbatch is balanced over the ranks, and microbatches may differ. A row costs what the longest sample
             costs then, at most, and may have more tokens.
 
+    Returns: by data rank and microbatch, the indices of its samples.
     Raises: ShapeError `indivisible-batch` where there are too few samples, or, unless `joined`, not as many for each.
     Cost: up to half a second for 4,096 samples on 64 data ranks.
     """
@@ -139,9 +141,9 @@ def check_count(count: int, data_ranks: int, num_microbatches: int, joined: bool
 
 @dataclass(frozen=True)
 class RowCosts:
-    """What a row costs to compute: a part for each token, and in attention a part for each pair of tokens of a document.
+    """What a row costs to compute: for each token, and in attention for each pair of tokens of a document.
 
-    `explain(..., lengths=...)` finds both for a model (`Explanation.balance.row_costs`).
+    `explain(..., record=...)` finds both for a model (`Explanation.balance.row_costs`).
 
     Attributes:
         token: operations for a token of a row. pair: for a squared token of a document.
@@ -151,11 +153,11 @@ class RowCosts:
     pair: float
 
     def of(self, lengths: Sequence[int]) -> list[float]:
-        """The cost of a row with one document of each length."""
+        """The costs of rows with one document. lengths: its tokens, for each row."""
         return [self.token * length + self.pair * length * length for length in lengths]
 
     def of_rows(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """The cost of rows with several documents: the lengths of each."""
+        """The costs of rows with several documents. rows: for each, the tokens of its documents."""
         return [sum(self.of(lengths)) for lengths in rows]
 
 

@@ -228,9 +228,6 @@ class JoinedRows(Dataset[Row]):
     Args:
         documents: as `FittedRows` takes them.
         unshifted: give `labels` instead of `targets`.
-
-    Attributes:
-        lengths: the number of tokens of each document. They are counted once, when they are asked for first.
     """
 
     def __init__(self, documents: Any, *, unshifted: bool = False):
@@ -241,6 +238,7 @@ class JoinedRows(Dataset[Row]):
 
     @cached_property
     def lengths(self) -> list[int]:
+        """The number of tokens of each document. All are read once, when this is asked for first."""
         return [len(_ids_and_labels(self.documents[n])[0]) for n in range(len(self.documents))]
 
     def __getitem__(self, index: int | tuple[int, ...]) -> dict[str, Any]:

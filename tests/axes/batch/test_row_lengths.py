@@ -1,4 +1,4 @@
-"""Rows of different lengths: what is behind a row's end is neither computed nor counted, and what would be lost is refused."""
+"""Rows of different lengths: what is behind the end of a row is not computed, and what would be lost is refused."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from parallelize.tools.analysis.cost.intervals import Interval
-from parallelize.tools.analysis.cost.load import LoadBalance
+from parallelize.tools.analysis.cost.load_balance import LoadBalance
 from parallelize.tools.analysis.cost.memory import Moment, RankMemory
 from parallelize.tools.analysis.cost.timing import StepTime
 

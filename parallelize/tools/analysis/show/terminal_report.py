@@ -180,8 +180,8 @@ def _balance(explanation: Explanation) -> list[str]:
         return []
     pair = balance.row_costs.pair / balance.row_costs.token if balance.row_costs.token else 0.0
     note = (
-        "after: samples dealt by row_costs, stages cut by stage_costs, experts placed by expert_placement, which --json "
-        f"has; at best: no choice is better; a squared token of a document costs {pair:.3g} tokens (data.pair_cost)"
+        "after: samples dealt by row_costs, stages cut by stage_costs, experts placed by expert_placement: --json has "
+        f"them; at best: no choice is better; a squared token of a document costs {pair:.3g} tokens (data.pair_cost)"
     )
     title = "compute over ranks for the recorded lengths and routes: the mean over the largest"
     return [title, *_lines(table), *_wrapped(note)]

@@ -1,4 +1,4 @@
-"""Experts that are placed by recorded routes: ranks store what the order says, loads are even, checkpoints know no order."""
+"""Experts placed by recorded routes: ranks store what the order says, loads are even, checkpoints know no order."""
 
 from __future__ import annotations
 

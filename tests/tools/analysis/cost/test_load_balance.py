@@ -9,7 +9,7 @@ import torch
 
 from parallelize import LoadRecord, ModelError, ShapeError, explain
 from parallelize.plan.models.model_source import source_of
-from parallelize.tools.analysis.cost.load import LoadMesh, UnitCost, balance_load, placed, token_counts
+from parallelize.tools.analysis.cost.load_balance import LoadMesh, UnitLoad, balance_load, placed, token_counts
 from parallelize.tools.analysis.cost.setting import make_setting
 from parallelize.tools.analysis.recorded_load import _operations, unit_costs
 from parallelize.tools.analysis.show.terminal_report import as_text
@@ -17,7 +17,7 @@ from parallelize.tools.analysis.subject import Subject
 from tests.training.data.test_balanced_deal import drawn_lengths
 
 ONE = LoadMesh(data_ranks=2, shared=1, ep=1, microbatches=1, stage_ranks=(0,), starts=(0,), num_first=0, num_layers=1)
-UNIT = [UnitCost("model", token=2.0, pair=0.5)]
+UNIT = [UnitLoad("model", token=2.0, pair=0.5)]
 
 
 @pytest.mark.parametrize("options", [{}, {"mesh": "tp=2", "sequence_parallel": True}, {"recompute": "full"}], ids=str)
@@ -53,7 +53,7 @@ def test_a_sample_that_is_too_long_bounds_the_balance():
 
 def test_stages_are_cut_by_costs_for_the_lengths():
     """Four layers, and a head that costs as much as two: by parameters it would be beside two layers."""
-    units = [UnitCost(f"layers.{n}", 1.0, 0.0) for n in range(4)] + [UnitCost("head", 2.0, 0.0)]
+    units = [UnitLoad(f"layers.{n}", 1.0, 0.0) for n in range(4)] + [UnitLoad("head", 2.0, 0.0)]
     mesh = replace(ONE, data_ranks=1, stage_ranks=(0, 1), starts=(0, 2), num_layers=4)
     balance = balance_load(LoadRecord(lengths=[3]), units, {}, mesh, 1)
     assert balance["stages"].before == pytest.approx(0.75) and balance["stages"].after == 1.0
@@ -64,7 +64,7 @@ def test_stages_are_cut_by_costs_for_the_lengths():
 def test_experts_by_hand():
     """Layer 0: hot experts 0 and 1 go to two ranks. Layer 1: one expert has 70 of 100, which no placement divides."""
     counts = [[40, 40, 10, 10], [70, 10, 10, 10]]
-    units = [UnitCost(f"layers.{n}", 10.0, 0.0, expert=5.0, layers=(n,)) for n in range(2)]
+    units = [UnitLoad(f"layers.{n}", 10.0, 0.0, expert=5.0, layers=(n,)) for n in range(2)]
     experts = {f"layers.{n}.experts": 4 for n in range(2)}
     mesh = replace(ONE, ep=2, num_layers=2)
     balance = balance_load(LoadRecord(lengths=[5, 5], routes=counts), units, experts, mesh, 2)
@@ -90,7 +90,7 @@ def test_experts_by_hand():
 
 
 def test_experts_over_data_ranks_are_no_cost_of_a_row():
-    units = [UnitCost("layers.0", 10.0, 0.1, expert=8.0, layers=(0,))]
+    units = [UnitLoad("layers.0", 10.0, 0.1, expert=8.0, layers=(0,))]
     for shared, token in ((1, 2.0), (4, 10.0)):  # within tp ranks they compute the tokens of their data rank
         mesh = replace(ONE, ep=2, shared=shared)
         balance = balance_load(LoadRecord(lengths=[5, 5]), units, {"layers.0.experts": 4}, mesh, 2)

@@ -56,7 +56,7 @@ def read_record(path: Path) -> LoadRecord:
 
 
 @dataclass(frozen=True)
-class UnitCost:
+class UnitLoad:
     """Operations of one rank in a pipeline unit, forward and backward.
 
     Attributes:
@@ -126,7 +126,7 @@ class LoadBalance:
 
 
 def balance_load(
-    record: LoadRecord, units: Sequence[UnitCost], experts: Mapping[str, int], mesh: LoadMesh, samples: int
+    record: LoadRecord, units: Sequence[UnitLoad], experts: Mapping[str, int], mesh: LoadMesh, samples: int
 ) -> LoadBalance:
     """Balance rows, stages and experts, and say what each brings.
 
@@ -167,7 +167,7 @@ def balance_load(
     )
 
 
-def row_costs(units: Sequence[UnitCost], mesh: LoadMesh) -> RowCosts:
+def row_costs(units: Sequence[UnitLoad], mesh: LoadMesh) -> RowCosts:
     """What a row costs the ranks of its data rank.
 
     Where `ep` goes over several data ranks, experts compute the tokens of all of them: these are no cost of a row.
@@ -208,7 +208,11 @@ def _rows(steps: Sequence[list[int]], deals: Sequence[tuple[Deal, Deal]], costs:
     best = _mean_of_best([(costs.of(step), ranks) for step in steps], best_balance)
     longest, mean = max(map(max, steps)), sum(sum(costs.of(step)) for step in steps) / len(steps) / ranks
     share = costs.of([longest])[0] / mean
-    bound = f"the longest sample, {longest} tokens, costs {share:.2f} of a rank's mean" if share > 1 else ""
+    bound = (
+        f"the longest sample, {longest} tokens, costs {share:.2f} of a rank's mean: more samples, or cp"
+        if share > 1
+        else ""
+    )
     if not bound and not joined:
         bound = "each rank gets as many samples: joined=True leaves their number free"
     return _line("rows", before, after, best, bound)
@@ -244,11 +248,11 @@ def _mean_length(steps: Sequence[list[int]]) -> tuple[float, float]:
 # -- stages --------------------------------------------------------------------------------------------------------
 
 
-def _unit_costs(units: Sequence[UnitCost], mean: tuple[float, float]) -> list[float]:
+def _unit_costs(units: Sequence[UnitLoad], mean: tuple[float, float]) -> list[float]:
     return [unit.token * mean[0] + unit.pair * mean[1] for unit in units]
 
 
-def _balanced_starts(units: Sequence[UnitCost], mesh: LoadMesh, mean: tuple[float, float]) -> tuple[int, ...]:
+def _balanced_starts(units: Sequence[UnitLoad], mesh: LoadMesh, mean: tuple[float, float]) -> tuple[int, ...]:
     """Where stages begin, as `cut_stages` decides with these costs."""
     costs, first, last = _unit_costs(units, mean), mesh.num_first, mesh.num_first + mesh.num_layers
     layers = costs[first:last]
@@ -266,7 +270,7 @@ def _of_ranks(values: Sequence[float], mesh: LoadMesh, starts: tuple[int, ...]) 
 
 
 def _stages(
-    units: Sequence[UnitCost], mesh: LoadMesh, starts: tuple[int, ...], mean: tuple[float, float]
+    units: Sequence[UnitLoad], mesh: LoadMesh, starts: tuple[int, ...], mean: tuple[float, float]
 ) -> BalanceLine:
     costs = _unit_costs(units, mean)
     before, after = (balance_of(_of_ranks(costs, mesh, each)) for each in (mesh.starts, starts))
@@ -363,13 +367,13 @@ class _Together:
     """Operations of every rank in a step. shares: of the choices of each layer, by rank of `ep`."""
 
     def __init__(
-        self, units: Sequence[UnitCost], mesh: LoadMesh, starts: tuple[int, ...], shares: Sequence[Sequence[float]]
+        self, units: Sequence[UnitLoad], mesh: LoadMesh, starts: tuple[int, ...], shares: Sequence[Sequence[float]]
     ):
         self.mesh = mesh
         self.token = _of_ranks([unit.token - unit.expert for unit in units], mesh, starts)
         self.pair = _of_ranks([unit.pair for unit in units], mesh, starts)
 
-        def of_experts(unit: UnitCost, e: int) -> float:
+        def of_experts(unit: UnitLoad, e: int) -> float:
             return sum(unit.expert / len(unit.layers) * shares[n][e] * mesh.ep for n in unit.layers)
 
         self.expert = [_of_ranks([of_experts(unit, e) for unit in units], mesh, starts) for e in range(mesh.ep)]

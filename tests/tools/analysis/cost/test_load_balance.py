@@ -48,7 +48,7 @@ def test_a_sample_that_is_too_long_bounds_the_balance():
     line = balance_load(record, UNIT, {}, ONE, 4)["rows"]
     mean = (880 + 3 * 16) / 2
     assert line.after == line.best == pytest.approx(mean / 880)
-    assert line.bound == f"the longest sample, 40 tokens, costs {880 / mean:.2f} of a rank's mean"
+    assert line.bound == f"the longest sample, 40 tokens, costs {880 / mean:.2f} of a rank's mean: more samples, or cp"
 
 
 def test_stages_are_cut_by_costs_for_the_lengths():

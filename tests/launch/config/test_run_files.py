@@ -77,6 +77,13 @@ def test_every_mistake_is_reported_at_its_place():
         (("global_batch: 16", "global_batch: 15"), ["indivisible-batch"]),
         (("microbatch: 2", "microbatch: 3"), ["indivisible-batch"]),
         (("{zero: 2", "{num_microbatches: 2, zero: 2"), ["bad-value"]),
+        (("microbatch: 2", "microbatch: 2, balance: joined"), ["bad-value"]),
+        (("microbatch: 2", "balance: even"), ["bad-value"]),
+        (
+            ('function: "tests.launch.some_rows:rows", args: {size: 10, names: [a, b]}', "text: a, balance: rows"),
+            ["bad-value", "no-such-file"],
+        ),
+        (("{zero: 2", "{expert_placement: absent.json, zero: 2"), ["bad-placement"]),
         (("checkpoints: {folder: runs/a, every: 10}", "seed: 1"), ["missing-key"]),
         (
             ('function: "tests.launch.some_rows:rows"', 'text: absent.txt, function: "tests.launch.some_rows:rows"'),

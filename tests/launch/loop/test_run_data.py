@@ -212,7 +212,8 @@ def test_models_get_the_arguments_that_they_name():
     class Own(torch.nn.Module):
         def forward(self, idx, mask=None): ...
 
-    assert {*argument_names(One())} == {"input_ids", "targets", "labels"} and argument_names(Any()) is None
+    of_step = {"targets", "labels", "row_lengths"}
+    assert {*argument_names(One())} == {"input_ids", *of_step} and argument_names(Any()) is None
     row = {"input_ids": IDS, "targets": IDS + 1, "position_ids": IDS}
     assert known_values(row, argument_names(One())).keys() == {"input_ids", "targets"}
     known = known_values(row, argument_names(Own()))
@@ -276,3 +277,38 @@ def numbers_after_text():
 
 def mapping():
     return {"a": 1}
+
+
+# -- balance -----------------------------------------------------------------------------------------------------------
+
+
+def uneven_documents(count: int = 24):
+    return [{"input_ids": list(range(3, 3 + length))} for length in [40, *range(2, 1 + count)]]
+
+
+@pytest.mark.parametrize(("balance", "joined"), [("rows", False), ("joined", True), ("lockstep", True)])
+def test_documents_are_dealt_by_what_they_cost(balance, joined):
+    section = DataSection(global_batch=24, shuffle=False, balance=balance, pair_cost=0.1)
+    data = RunData(uneven_documents(), section, None, "cpu", None, num_microbatches=4)
+    batch = data.next()
+    assert batch["input_ids"].shape[0] == (4 if joined else 24)
+    assert int(batch["row_lengths"].sum()) == sum(len(d["input_ids"]) for d in uneven_documents())
+    assert data.tokens_per_step == int(batch["row_lengths"].sum())
+    assert (data.batches.joined, data.batches.lockstep) == (joined, balance == "lockstep")
+    assert data.batches.costs[0] == 40 + 0.1 * 1600
+
+
+def test_what_a_model_takes_has_the_lengths_of_rows():
+    class Model(torch.nn.Module):
+        def forward(self, input_ids):
+            return input_ids
+
+    section = DataSection(global_batch=24, balance="joined")
+    data = RunData(uneven_documents(), section, None, "cpu", argument_names(Model()), num_microbatches=2)
+    assert set(data.next()) == {"input_ids", "targets", "row_lengths"}
+
+
+def test_iterated_data_cannot_be_dealt():
+    with pytest.raises(DataError) as caught:
+        RunData(lambda epoch: uneven_documents(), DataSection(balance="joined"), None, "cpu", None)
+    assert caught.value.slugs == ("bad-costs",)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from parallelize import LoadRecord, ModelError, ShapeError, explain
+from parallelize.cli import main
 from parallelize.plan.models.model_source import source_of
-from parallelize.tools.analysis.cost.load_balance import LoadMesh, UnitLoad, balance_load, placed, token_counts
+from parallelize.tools.analysis.cost.load_balance import (
+    LoadMesh,
+    UnitLoad,
+    balance_load,
+    placed,
+    read_record,
+    token_counts,
+)
 from parallelize.tools.analysis.cost.setting import make_setting
 from parallelize.tools.analysis.recorded_load import _operations, unit_costs
 from parallelize.tools.analysis.show.terminal_report import as_text
@@ -136,3 +145,17 @@ def test_explain_shows_the_balance_and_its_stage_costs_cut_the_model():
     cut = explain("llama", mesh="pp=2,dp=4", sequence=256, num_microbatches=2, record=record, costs=balance.stage_costs)
     assert cut.balance["stages"].before == pytest.approx(balance["stages"].after)
     assert explanation.as_dict()["balance"]["lines"][0]["name"] == "rows"
+
+
+def test_a_record_is_read_from_a_file(tmp_path, capsys):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"lengths": drawn_lengths(64, most=512), "samples": 32, "joined": True}))
+    command = ["explain", "llama", "--mesh", "dp=4", "--sequence", "128", "--record", str(path), "--quiet"]
+    assert main(command) == 0 and "balance of" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)["balance"]["lines"]
+    assert [line["name"] for line in lines] == ["rows", "all together"] and lines[0]["after"] > lines[0]["before"]
+    path.write_text('{"length": [4]}')
+    assert main(command) == 2 and "bad-record" in capsys.readouterr().err
+    path.write_text("[4, 4, 4, 4]")
+    assert read_record(path) == LoadRecord(lengths=[4, 4, 4, 4])

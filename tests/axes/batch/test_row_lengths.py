@@ -5,11 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallelize import ModelError, ShapeError, build_mesh, next_tokens, parallelize_model, record_routes, replay_routes
+from parallelize import (
+    ModelError,
+    ShapeError,
+    build_mesh,
+    destroy_groups,
+    next_tokens,
+    parallelize_model,
+    record_routes,
+    replay_routes,
+)
 from tests.support.models import tiny_model
 
 IDS = torch.randint(3, 60, (4, 9), generator=torch.Generator().manual_seed(0))
 LENGTHS = [9, 4, 6, 2]
+
+
+@pytest.fixture(autouse=True)
+def no_group_stays():
+    yield
+    destroy_groups()
 
 
 def labels(lengths=LENGTHS):

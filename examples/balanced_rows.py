@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 examples/balanced_rows.py
 
-On GPUs: build_mesh("cuda", dp=8) with dtype=torch.bfloat16, explain(config, mesh="dp=8", ...) and `initialize=` a folder
+On GPUs: build_mesh("cuda", dp=8) with dtype=torch.bfloat16, explain(config, mesh="dp=8") and `initialize=` a folder
 of pretrained weights. Attention makes one long document cost more than many short ones with as many tokens. `explain`
 finds what a token and a squared token cost. Global batches are dealt by it, documents are joined to one row for each
 microbatch, and the step cuts each row to its own length. The gradients are those of the same documents in any order.

@@ -45,7 +45,11 @@ def subject(name: str):
     cls = getattr(transformers, name, None)
     if not isinstance(cls, type) or "_backends" in vars(cls) or cls.config_class is None:
         pytest.skip("not installed, or without a config of its own")
-    model = next(tiny_copies(cls, cls.config_class()), None)
+    try:
+        config = cls.config_class()
+    except Exception as error:  # of a validator of huggingface_hub
+        pytest.skip(f"its config has no defaults: {error}")
+    model = next(tiny_copies(cls, config), None)
     if model is None:
         pytest.skip("no tiny model can be built")
     return model

@@ -162,7 +162,8 @@ class ModuleState:
         steps: what its forward runs, from the innermost step. inner: by place of a step, what that calls; without an
             entry, the forward of the class. instance_forwards: forwards that others have set on it, which steps call.
         planned: what its forward runs with.
-        attention: a context.forward_state.ContextAttention. dropout: a randomness.dropout.call_sites.ModuleDropout.
+        attention: a context.forward_state.ContextAttention. heads: a tensor.flex_heads.NumberedHeads.
+        dropout: a randomness.dropout.call_sites.ModuleDropout.
         recompute_unit: set where it is recomputed.
         absent: shape and dtype, by key, of its parameters where another pipeline stage has them.
         router: of a router whose choices were replaced once: a tensor.router_choice.ReplayedRouter.
@@ -199,6 +200,7 @@ class ModuleState:
     instance_forwards: tuple[Callable[..., Any], ...] = ()
     planned: PlannedModule | None = None
     attention: object = None
+    heads: object = None
     dropout: object = None
     recompute_unit: RecomputedModule | None = None
     absent: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)

@@ -34,6 +34,7 @@ from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.handshake import agree_on
 from parallelize.comm.mesh_view import MeshView
 from parallelize.comm.meshes import require_names
+from parallelize.ops.attention.flex_attention import serve_flex
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
 from parallelize.plan.models.wrapped_models import require_module
@@ -47,7 +48,7 @@ from parallelize.state.guards.guard_table import FINISHED, GIVEN, RESOLVED, Guar
 from parallelize.state.randomness.dropout.call_sites import refused_modules
 from parallelize.state.randomness.dropout.install import drops, install_draws, install_dropout, unknown_layouts
 from parallelize.state.randomness.init.initialize import initialize as draw
-from parallelize.state.records import pipeline_cut
+from parallelize.state.records import mark_applied, pipeline_cut
 from parallelize.state.sharding import Storage
 from parallelize.training.apply_plan import apply_plan, check_by_trace
 from parallelize.watchdog.watching import name_in_watch
@@ -187,6 +188,8 @@ def _apply_tensor_axes(module: nn.Module, mesh: MeshView, resolved: ResolvedPlan
     if "tp" in resolved.mesh.names:
         apply_plan(module, mesh, lambda: resolved, storage)
         return
+    mark_applied(module)  # from here on it holds what is changed in other libraries
+    serve_flex()
     if resolved.options.fuse_loss:
         fuse_heads(module, resolved)
     apply_context(module, mesh, lambda: resolved)

@@ -37,6 +37,7 @@ from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.groups import Group
 from parallelize.comm.handshake import TIMEOUT_S, InputCheck, agree_on
 from parallelize.comm.mesh_view import MeshView
+from parallelize.ops.attention.flex_attention import serve_flex
 from parallelize.ops.matmul import symmetric_memory
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.models.wrapped_models import require_module
@@ -190,6 +191,7 @@ def apply_plan(
         compare_weights(module, mesh, tp, "tp", names, buffers=record_of(module) is None)  # an earlier plan may shard
     with gc_paused(), Transaction(module):
         mark_applied(module)  # from here on it holds what is changed in other libraries
+        serve_flex()
         if _has_rules(agreed.resolved):
             _apply(module, mesh, agreed, storage)
         if agreed.resolved.plan.unlowered_styles:

@@ -20,6 +20,8 @@ from torch import nn
 from parallelize.axes.batch.media_rows import Bounds, MediaForm, MediaRows
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.base.torch_private.torch_flex import is_block_mask
+from parallelize.ops.attention.flex_masks import of_sequences
 from parallelize.plan.models.nested_tensors import attributes_of
 from parallelize.plan.models.signature_inputs import cache_off
 from parallelize.plan.models.wrapped_models import forward_signature
@@ -206,7 +208,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 FIRST = ("input_ids", "inputs_embeds")
 """Names of `transformers` for what a model is called with."""
-ROWS, WHOLE, UNCLEAR, IMAGES, AXES = "rows", "whole", "unclear", "images", "axes"
+ROWS, WHOLE, UNCLEAR, IMAGES, AXES, BLOCKS = "rows", "whole", "unclear", "images", "axes", "blocks"
 TARGETS = "targets"
 
 
@@ -217,7 +219,8 @@ class Leaf:
     Attributes:
         name: of the input, or "targets". kind: whether it has an entry for each sequence (`ROWS`), or is the same for
             all (`WHOLE`); `UNCLEAR` if either may be. It has rows of the images of each sequence (`IMAGES`), or the
-            sequences are in dim 1 (`AXES`, of positions of several axes).
+            sequences are in dim 1 (`AXES`, of positions of several axes), or it is a block mask of `flex_attention`
+            (`BLOCKS`).
         bounds: of `IMAGES`.
     """
 
@@ -232,6 +235,8 @@ class Leaf:
             return self.bounds.rows_between(self.value, start, stop)
         if self.kind == AXES:
             return self.value.narrow(1, start, stop - start)
+        if self.kind == BLOCKS:
+            return of_sequences(self.value, start, stop)
         if self.kind != ROWS:
             return self.value
         return self.value.narrow(0, start, stop - start) if isinstance(self.value, T) else self.value[start:stop]
@@ -333,6 +338,8 @@ def _kind(name: str, leaf: Any, first: Any, whole: Mapping[str, bool], is_clear:
         return ROWS if name in whole else UNCLEAR
     if _has_rows(leaf, size):
         return ROWS if is_clear or name in whole or leaf is first or not _is_unclear(name, leaf, first) else UNCLEAR
+    if is_block_mask(leaf):
+        return BLOCKS
     return UNCLEAR if any(_has_rows(member, size) for member in _members(leaf)) else WHOLE
 
 

@@ -19,9 +19,8 @@ from parallelize.axes.context.divided_features import install_division
 from parallelize.axes.context.forward_state import Context, ContextAttention, attention_of, context_of
 from parallelize.axes.context.gathered_modules import GATHERED, check_masks, check_overlap, install_gathered
 from parallelize.axes.context.inputs import ContextInputs, config_with_masks, is_registered, register_masks
-from parallelize.axes.context.stock_attention import NAME, forward_over_context, refuse_unplanned, register
+from parallelize.axes.context.stock_attention import NAME, forward_over_context, register, unplanned_refused
 from parallelize.axes.context.text_calls import OuterInputs, install_part
-from parallelize.axes.tensor.attention_calls import AttentionCalls
 from parallelize.axes.tensor.recorded_outputs import refuse_attentions
 from parallelize.axes.tensor.region import Region
 from parallelize.axes.vocabulary.generation.transformers_generate import install_generation
@@ -30,6 +29,7 @@ from parallelize.base.mesh import MeshSpec
 from parallelize.base.torch_private import torch_tensors as private
 from parallelize.comm.handshake import agree_on, check_replicas
 from parallelize.comm.mesh_view import MeshView
+from parallelize.ops.attention.flex_attention import serve_flex
 from parallelize.ops.matmul.op_handshake import agree
 from parallelize.plan.choose import plan_of
 from parallelize.plan.options import Options, wrong_ulysses
@@ -114,6 +114,7 @@ def apply_context(module: nn.Module, mesh: MeshView, decide: Callable[[], Resolv
         inputs = ContextInputs(module, resolved.plan) if part is None else OuterInputs(module, resolved.plan)
     with Transaction(module):
         mark_applied(module, resolved=resolved)
+        serve_flex()
         context = Context(mesh, dict(resolved.attention), resolved.options.ulysses)
         _install(module, context, inputs, resolved.sequences)
         if part is not None:
@@ -259,7 +260,7 @@ def _forward_over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         if context.checked:
             return call.run(context, self, args, kwargs, cached)
-        with AttentionCalls(partial(refuse_unplanned, context)):
+        with unplanned_refused(context):
             return call.run(context, self, args, kwargs, cached)
     finally:
         context.checked = context.attended >= call.present

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class ForwardSequences:
         padding: [B, S], 0 for padding, as the model was called; None without padding.
         positions: [1 or B, S], those of packed documents; None without.
         is_gathered: whether a gathered module runs, on all tokens.
+        cut: (local tokens, all tokens) of each input that was cut.
     """
 
     layout: SequenceLayout
@@ -44,6 +45,7 @@ class ForwardSequences:
     padding: T | None = None
     positions: T | None = None
     is_gathered: bool = False
+    cut: list[tuple[T, T]] = field(default_factory=list)
 
 
 class Context:

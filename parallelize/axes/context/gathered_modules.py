@@ -93,7 +93,7 @@ def _forward_on_all_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _with_full_mask(self, sequences, layout.num_tokens(rank), args, kwargs)
     args = tuple(map(gather, args))
     kwargs = {name: value if name == _MASK else gather(value) for name, value in kwargs.items()}
-    with _on_all_tokens(sequences, attention.region, partial(_selected, layout=layout, rank=rank)):
+    with on_all_tokens(sequences, attention.region, partial(_selected, layout=layout, rank=rank)):
         out = run_inner(self, GATHERED_STEP, args, kwargs)
     context.attended.add(attention.fqn)
     out = _selected(out, layout, rank)
@@ -102,12 +102,12 @@ def _forward_on_all_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _on_all_tokens(sequences: ForwardSequences, region: Region | None, select: Callable[[T], T]) -> Iterator[None]:
+def on_all_tokens(sequences: ForwardSequences, region: Region | None = None, select: Callable[[T], T] | None = None) -> Iterator[None]:
     """A context in which the module inside has all tokens; only this rank's are reduced over `tp` into shards of the
     sequence."""
     sequences.is_gathered = True
     try:
-        with nullcontext() if region is None else region.selecting(select):
+        with nullcontext() if region is None or select is None else region.selecting(select):
             yield
     finally:
         sequences.is_gathered = False

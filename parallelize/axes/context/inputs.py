@@ -11,6 +11,7 @@ labels [B, S]         shifted first, under causal attention: the target of a tok
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -89,7 +90,9 @@ class ContextInputs:
         if call.get("labels") is not None:
             call |= self.labels_of_call(context, root, batch, new)
         if cached is None or cached.splits:
+            full = dict(call)
             self._shard(call, layout, context.group.rank)
+            context.current().cut += _cut_inputs(full, call)
         if context.has_gathered and self.takes_mask and not isinstance(batch.mask, dict):
             call[MASK] = mask_of_model(context, call, layout.full)
         self._set_cache(call, cached, context, _device(batch))
@@ -185,6 +188,12 @@ class ContextInputs:
 def is_registered(root: nn.Module) -> bool:
     """Whether a model takes its attention and its masks from the registry of `transformers`."""
     return hasattr(getattr(root, "config", None), "_attn_implementation")
+
+
+def _cut_inputs(full: Mapping[str, Any], local: Mapping[str, Any]) -> list[tuple[T, T]]:
+    """(local, full) of each tensor of which a rank has some tokens."""
+    pairs = [(local.get(name), value) for name, value in full.items()]
+    return [(a, b) for a, b in pairs if isinstance(a, T) and isinstance(b, T) and a.shape != b.shape]
 
 
 def _default_positions(mask: T | None, full: int, device: torch.device) -> T:

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize.axes.context.cache_shards import CachedSequence, last_positions
+from parallelize.axes.context.flex_calls import flex_over_context
 from parallelize.axes.context.forward_state import Context, ContextAttention, ForwardSequences, attention_of
 from parallelize.axes.tensor.attention_calls import AttentionCalls
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.base.torch_private.torch_flex import call_flex_attention
 from parallelize.ops.all_to_all import HeadSplit, to_head_shards, to_sequence_shards
 from parallelize.ops.attention.kernels import Mask, Scoring
 from parallelize.ops.attention.ring_attention import ring_attention
@@ -71,9 +73,9 @@ def interface(
 
 
 def forward_over_context(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an attention module that calls `scaled_dot_product_attention`."""
+    """The forward of an attention module that calls `scaled_dot_product_attention` or `flex_attention`."""
     attention = self._applied.attention
-    with AttentionCalls(partial(_sdpa, self, attention)):
+    with AttentionCalls(partial(_sdpa, self, attention), partial(flex_over_context, self, attention)):
         return run_inner(self, ATTENTION, args, kwargs)
 
 
@@ -99,10 +101,16 @@ def _sdpa(
     return attend(attention, query, key, value, masking, _dropout_of(module, attention, query, key, dropout_p))
 
 
-def refuse_unplanned(context: Context, *args: Any, **kwargs: Any) -> T:
+def unplanned_refused(context: Context) -> AttentionCalls:
+    """A mode in which attention is refused in a module that the plan does not name."""
+    of_sdpa, of_flex = F.scaled_dot_product_attention, call_flex_attention
+    return AttentionCalls(partial(_refuse_unplanned, context, of_sdpa), partial(_refuse_unplanned, context, of_flex))
+
+
+def _refuse_unplanned(context: Context, stock: Any, *args: Any, **kwargs: Any) -> T:
     """Attention in a module that the plan does not name, which would see local tokens only. Raises: ModelError."""
     if context.runs_gathered:
-        return F.scaled_dot_product_attention(*args, **kwargs)
+        return stock(*args, **kwargs)
     fix = "name its module under `attention:` in the plan"
     raise ModelError(Problem("unplanned-attention", "attention runs in a module that no rule names", fix=fix))
 

@@ -118,6 +118,19 @@ def change(owner: Any, name: str, make: Callable[[], Any], key: Any) -> None:
     _begin_once((id(owner), name, key), _full_name(owner, name), lambda: _set(owner, name, make()))
 
 
+def change_code(function: Any, name: str, make: Callable[[], Any], code: Any) -> None:
+    """Let a function run other code, once: under whatever name others have it, it is the same function.
+
+    Args:
+        name: of a global of the function's module, which `code` reads; it is what `make` returns.
+        code: with the parameters of the function's own, which keeps its defaults.
+
+    Raises: as `replace`.
+    """
+    key = (id(function), "__code__", code)
+    _begin_once(key, _full_name(function, "__code__"), lambda: _run_other_code(function, name, make(), code))
+
+
 def handle(what: str, table: MutableMapping[Any, Any], key: Any, handler: Any) -> None:
     """Enter a handler in a table of another library, if it has none for the key. what: as in the table of patches."""
     if key not in table:
@@ -195,6 +208,21 @@ def _set(owner: Any, name: str, value: Any) -> Undo:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+        return True
+
+    return undo
+
+
+def _run_other_code(function: Any, name: str, value: Any, code: Any) -> Undo:
+    before = function.__code__
+    function.__globals__[name] = value
+    function.__code__ = code
+
+    def undo() -> bool:
+        if function.__code__ is not code:
+            return False
+        function.__code__ = before
+        del function.__globals__[name]
         return True
 
     return undo

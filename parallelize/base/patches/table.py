@@ -53,6 +53,11 @@ TABLE = (
     Patch("torch.nn.modules.container.Sequential.insert", _CHANGES, "torch 2.0"),
     Patch("registration hook of modules", _CHANGES, "torch 2.0"),
     Patch("registration hook of parameters", _CHANGES, "torch 2.0"),
+    Patch(
+        "torch.nn.attention.flex_attention.flex_attention.__code__",
+        "lets plans give its functions the numbers of heads and tokens of the unsharded model; has gradients on CPUs",
+        "torch 2.9",
+    ),
     Patch("hook before optimizer steps", "refuses steps of optimizers that cannot step a planned model", "torch 1.13"),
     Patch("hook after optimizer steps", "counts writes to the local tensors of planned parameters", "torch 1.13"),
     Patch(

@@ -18,6 +18,7 @@ from parallelize.axes.tensor.experts.expert_forms import form_of
 from parallelize.axes.tensor.experts.expert_parallel import ExpertRanks, num_choices, scaled_experts, whole_experts
 from parallelize.axes.tensor.experts.expert_tensor_parallel import allow_any_width, dense_experts, split_experts
 from parallelize.axes.tensor.experts.shared_expert_overlap import compute_overlapped
+from parallelize.axes.tensor.flex_heads import calling_module, head_shard, install_heads
 from parallelize.axes.tensor.layers.attention_layers import replicated_multihead, sharded_multihead, ulysses_attention
 from parallelize.axes.tensor.layers.embedding import vocabulary_embedding
 from parallelize.axes.tensor.layers.norms import (
@@ -51,7 +52,7 @@ from parallelize.axes.tensor.sizes_by_tensor import sized, sizes_by_tensor
 from parallelize.axes.tensor.watch.child_reads import children_read
 from parallelize.axes.vocabulary.logits.sharded_logits import mark
 from parallelize.axes.vocabulary.loss.losses import deferred_head, mark_deferred
-from parallelize.base.layout import of_elements
+from parallelize.base.layout import Layout, of_elements
 from parallelize.base.providers import provider
 from parallelize.comm.groups import Group, group_for
 from parallelize.comm.handshake import InputCheck
@@ -118,6 +119,7 @@ class Installer:
             self._set_local_attributes(fqn)
         for call_site in self.call_sites:
             self._install_overlap(call_site)
+        self._install_heads()
         for row in self.resolved.modules.values():
             if row.contract.beside:
                 compute_overlapped(self.model, row)
@@ -403,6 +405,23 @@ class Installer:
         layout = self._parameter(fqn, "weight").layout
         assert layout.dim is not None
         return layout.local_shape(self.group.rank)[layout.dim]
+
+    def _install_heads(self) -> None:
+        """Number the heads of `flex_attention` in modules whose projections are sharded."""
+        if self.group.size == 1 or hasattr(self.model.root, "config"):  # transformers' functions number no heads
+            return
+        layouts: dict[str, list[Layout]] = {}
+        for fqn, row in self.resolved.modules.items():
+            key = self.model.modules[fqn].weight_key if fqn in self.model.modules else ""
+            caller = calling_module(self.model.objects, fqn) if row.contract.traits.splits_output and key else None
+            if caller is not None:
+                weight = self._parameter(fqn, key)
+                layouts.setdefault(caller, []).append(of_elements(weight.layout, weight.fact.packs))
+        for fqn, of_linears in layouts.items():
+            if not any(other.startswith(f"{fqn}." if fqn else "") for other in layouts if other != fqn):
+                own = [key for key in self.model.modules[fqn].shapes if self._parameter(fqn, key).layout.dim is not None]
+                shard = head_shard(fqn, of_linears, self.group.rank, tuple(own))
+                install_heads(self.model.objects[fqn], shard)
 
     # -- attributes and region ------------------------------------------------------------------------------------
 

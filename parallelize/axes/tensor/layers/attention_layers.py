@@ -29,9 +29,11 @@ from parallelize.axes.tensor.region import Region
 from parallelize.base.errors import ModelError, Problem, ShapeError
 from parallelize.base.layout import even_interval
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.base.torch_private.torch_flex import call_flex_attention
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.ops.all_to_all import HeadSplit, to_head_shards, to_sequence_shards
+from parallelize.ops.attention.flex_masks import Numbers, local_mask, renumbered_scores
 
 T = torch.Tensor
 
@@ -199,7 +201,7 @@ def ulysses_attention(module: nn.Module, split: tuple[str, ...]) -> Callable[...
         for argument in split_arguments:
             args, kwargs = convert_argument(lambda value: private.tree_map(local, value), argument, args, kwargs)
         attention = _ExchangedAttention(self, region, full)
-        with AttentionCalls(attention.attend):
+        with AttentionCalls(attention.attend, attention.attend_flex):
             out = planned.run_stock(self, args, kwargs)
         attention.check()
         return out
@@ -217,30 +219,38 @@ def check_ulysses(module: nn.Module, fqn: str) -> None:
 
 
 class _ExchangedAttention:
-    """`scaled_dot_product_attention` of one forward, with all tokens of this rank's heads."""
+    """The attention function of one forward, with all tokens of this rank's heads."""
 
     def __init__(self, module: nn.Module, region: Region, full: int):
         self.module, self.group, self.full = type(module).__name__, region.group, full
         self.called = False
+        intervals = [even_interval(full, self.group.size, rank) for rank in range(self.group.size)]
+        self.tokens = [stop - start for start, stop in intervals]
 
     def attend(self, *args: Any, **kwargs: Any) -> T:
         self.called = True
         with private.plain_calls():
             return self._attend(*args, **kwargs)
 
+    def attend_flex(
+        self, query: T, key: T, value: T, score_mod: Any, block_mask: Any, scale: Any, _: bool, *options: Any
+    ) -> Any:
+        """`flex_attention`, whose functions get the numbers of this rank's heads."""
+        self.called = True
+        heads, (q, k, v) = self._to_heads(query, key, value)
+        if not q.shape[1]:
+            what = f"a {self.module} calls flex_attention with {query.shape[1]} heads on {self.group.size} ranks"
+            raise ModelError(Problem("uneven-heads", what, fix="as many heads as ranks of tp, or more"))
+        numbers = Numbers(heads.queries[self.group.rank][0])
+        mask = local_mask(block_mask, numbers, q.shape[2], q.shape[1])
+        out = call_flex_attention(q, k, v, renumbered_scores(score_mod, numbers), mask, scale, True, *options)
+        if isinstance(out, tuple):
+            what = f"a {self.module} under `ulysses` asks flex_attention for its log-sums"
+            raise ModelError(Problem("attention-argument", what, fix="`gather` and `colwise` in the place of `ulysses`"))
+        return self._to_tokens(out, heads, query.shape[2])
+
     def _attend(self, query: T, key: T, value: T, attn_mask: T | None = None, *rest: Any, **others: Any) -> T:
-        size, shard_size = self.group.size, query.shape[2]
-        if query.ndim != 4 or shard_size != -(-self.full // size) or key.shape[2] != shard_size:
-            what = (
-                f"a {self.module} attends with {list(query.shape)} to {list(key.shape)}; {self.full} tokens are "
-                f"sharded over {size} ranks"
-            )
-            raise ModelError(Problem("wrong-rows", what, fix="self-attention of [batch, heads, tokens, width]"))
-        intervals = [even_interval(self.full, size, rank) for rank in range(size)]
-        tokens = [stop - start for start, stop in intervals]
-        heads = HeadSplit.of(query.shape[1], key.shape[1], size)
-        query, key, value = (x.narrow(2, 0, tokens[self.group.rank]) for x in (query, key, value))
-        q, k, v = to_head_shards(query, key, value, self.group, heads, tokens)
+        heads, (q, k, v) = self._to_heads(query, key, value)
         if not q.shape[1]:  # fewer heads than ranks: this rank takes part in the collectives of backward
             out = q.new_zeros((*q.shape[:3], v.shape[3])) + (q.sum() + k.sum() + v.sum())
         else:
@@ -249,11 +259,26 @@ class _ExchangedAttention:
             if q.shape[1] != k.shape[1]:
                 options["enable_gqa"] = True
             out = F.scaled_dot_product_attention(q, k, v, mask, *rest, **options)
-        return ops.pad_to(to_sequence_shards(out, self.group, heads, tokens), 2, shard_size)
+        return self._to_tokens(out, heads, query.shape[2])
+
+    def _to_heads(self, query: T, key: T, value: T) -> tuple[HeadSplit, tuple[T, T, T]]:
+        size, shard_size = self.group.size, query.shape[2]
+        if query.ndim != 4 or shard_size != -(-self.full // size) or key.shape[2] != shard_size:
+            what = (
+                f"a {self.module} attends with {list(query.shape)} to {list(key.shape)}; {self.full} tokens are "
+                f"sharded over {size} ranks"
+            )
+            raise ModelError(Problem("wrong-rows", what, fix="self-attention of [batch, heads, tokens, width]"))
+        heads = HeadSplit.of(query.shape[1], key.shape[1], size)
+        query, key, value = (x.narrow(2, 0, self.tokens[self.group.rank]) for x in (query, key, value))
+        return heads, to_head_shards(query, key, value, self.group, heads, self.tokens)
+
+    def _to_tokens(self, out: T, heads: HeadSplit, shard_size: int) -> T:
+        return ops.pad_to(to_sequence_shards(out, self.group, heads, self.tokens), 2, shard_size)
 
     def check(self) -> None:
         if not self.called:
-            what = f"a {self.module} under `ulysses` never calls F.scaled_dot_product_attention"
+            what = f"a {self.module} under `ulysses` never calls F.scaled_dot_product_attention or flex_attention"
             fix = "the sdpa attention of transformers, or a rule on the module that does call it"
             raise ModelError(Problem("no-attention-call", what, fix=fix))
 

@@ -139,21 +139,22 @@ def _reads_shards(module: nn.Module, shard: HeadShard, score_mod: Any, heads: in
 # -- which modules call it ---------------------------------------------------------------------------------------------
 
 
-def calling_module(modules: Mapping[str, nn.Module], linear: str) -> str | None:
-    """The innermost module around a linear that calls `flex_attention`, or has a module inside that does; None for
-    none."""
-    parent = linear
-    while parent:
-        parent = parent.rpartition(".")[0]
-        if parent in modules and calls_flex_attention(modules[parent]):
-            return parent
-    return None
+def attention_modules(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The modules with the projections of what calls `flex_attention`: the one whose code names it, or the first around
+    that one that has parameters."""
+    found: dict[str, None] = {}
+    for fqn, module in modules.items():
+        if calls_flex_attention(module):
+            while fqn and next(modules[fqn].parameters(), None) is None:
+                fqn = fqn.rpartition(".")[0]
+            found.setdefault(fqn)
+    return list(found)
 
 
 def calls_flex_attention(module: nn.Module) -> bool:
-    """Whether the code of a module, or of one inside of it, names `flex_attention`, compiled or not."""
+    """Whether the code of a module names `flex_attention`, compiled or not."""
     seen: set[Any] = set()
-    return any(_names_it(function, inner, seen) for inner in module.modules() for function in _functions_of(inner))
+    return any(_names_it(function, module, seen) for function in _functions_of(module))
 
 
 def _functions_of(module: nn.Module) -> Iterator[FunctionType]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -207,6 +207,8 @@ def reading(function: Any, other: Callable[[T], T]) -> Any:
 
 def closed_over(function: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """(value, names that the code of its function reads) of what a function closes over, and functions in it."""
+    if isinstance(function, MethodType):
+        yield function.__self__, function.__code__.co_names
     if isinstance(function, partial):
         for value in (function.func, *function.args, *function.keywords.values()):
             yield value, ()

@@ -12,11 +12,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from parallelize.base.patches import active as patches
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.base.torch_private.torch_flex import flex_attention_served, is_flex_attention
 from parallelize.plan.attribute_paths import is_settings, mapped_integers
 from parallelize.plan.dims.boundaries import Boundaries, boundaries_of
 from parallelize.plan.dims.factors import leaves, new_dim, size_of
@@ -61,6 +63,7 @@ def record_forward(
         stack.enter_context(_watched_integers(model))
         stack.callback(_RECORD.reset, _RECORD.set(record))
         stack.enter_context(_computed_anew())
+        stack.enter_context(flex_attention_served(_flex_as_one_operation))
         stack.enter_context(_SizesRead(record))
         stack.enter_context(private.record_ops(_recorder(record, end)))
         out = model(*args, **kwargs)
@@ -289,6 +292,32 @@ def _sizes_in_order(name: str, args: tuple, flat: list[Any], ndim: int) -> dict[
     return {}
 
 
+def _flex_as_one_operation(
+    stock: Any,
+    query: T,
+    key: T,
+    value: T,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: Any = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    return_aux: Any = None,
+) -> Any:
+    """`flex_attention` as PyTorch's other attention, whose dims are the same: its functions see one score at a time. One
+    is computed and added to queries, so that what the functions read is recorded beside heads."""
+    if score_mod is not None:
+        zero = torch.zeros((), dtype=torch.int64, device=query.device)
+        query = query + score_mod(query.new_zeros(()), zero, zero, zero, zero)
+    scores = {} if query.shape[1] == key.shape[1] else {"enable_gqa": True}
+    out = F.scaled_dot_product_attention(query, key, value, **scores)
+    sums = query.sum(-1)
+    if return_aux is not None:
+        return out, type(return_aux)(lse=sums, max_scores=sums)
+    return (out, sums) if return_lse else out
+
+
 class _SizesRead(TorchFunctionMode):
     """Notes which dims of a function's results have a size that was computed from an attribute."""
 
@@ -297,6 +326,8 @@ class _SizesRead(TorchFunctionMode):
         self.record = record
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if is_flex_attention(func):
+            return _flex_as_one_operation(func, *args, **(kwargs or {}))
         if func is T.__getitem__:
             args = (args[0], _as_slices(args[1]))
         out = func(*args, **(kwargs or {}))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallelize.axes.recomputation.unit import recompute_units_in
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.ops.attention.flex_attention import flex_served
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -103,9 +104,7 @@ def widen_recompute(model: nn.Module) -> None:
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Run a model in this dtype. With float64, nothing inside is rounded to float32."""
-    if dtype is not torch.float64:
-        yield
-        return
-    with InFloat64():
+    """Run a model in this dtype. With float64, nothing inside is rounded to float32. `flex_attention` has gradients, as
+    in a planned model."""
+    with flex_served(), InFloat64() if dtype is torch.float64 else nullcontext():
         yield

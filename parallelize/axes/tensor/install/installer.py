@@ -18,7 +18,7 @@ from parallelize.axes.tensor.experts.expert_forms import form_of
 from parallelize.axes.tensor.experts.expert_parallel import ExpertRanks, num_choices, scaled_experts, whole_experts
 from parallelize.axes.tensor.experts.expert_tensor_parallel import allow_any_width, dense_experts, split_experts
 from parallelize.axes.tensor.experts.shared_expert_overlap import compute_overlapped
-from parallelize.axes.tensor.flex_heads import calling_module, head_shard, install_heads
+from parallelize.axes.tensor.flex_heads import attention_modules, head_shard, install_heads
 from parallelize.axes.tensor.layers.attention_layers import replicated_multihead, sharded_multihead, ulysses_attention
 from parallelize.axes.tensor.layers.embedding import vocabulary_embedding
 from parallelize.axes.tensor.layers.norms import (
@@ -410,17 +410,16 @@ class Installer:
         """Number the heads of `flex_attention` in modules whose projections are sharded."""
         if self.group.size == 1 or hasattr(self.model.root, "config"):  # transformers' functions number no heads
             return
-        layouts: dict[str, list[Layout]] = {}
-        for fqn, row in self.resolved.modules.items():
-            key = self.model.modules[fqn].weight_key if fqn in self.model.modules else ""
-            caller = calling_module(self.model.objects, fqn) if row.contract.traits.splits_output and key else None
-            if caller is not None:
-                weight = self._parameter(fqn, key)
-                layouts.setdefault(caller, []).append(of_elements(weight.layout, weight.fact.packs))
-        for fqn, of_linears in layouts.items():
-            if not any(other.startswith(f"{fqn}." if fqn else "") for other in layouts if other != fqn):
+        for fqn in attention_modules(self.model.objects):
+            layouts: list[Layout] = []
+            for name, row in self.resolved.modules.items():
+                key = self.model.modules[name].weight_key if name in self.model.modules else ""
+                if key and row.contract.traits.splits_output and name.startswith(f"{fqn}."):
+                    weight = self._parameter(name, key)
+                    layouts.append(of_elements(weight.layout, weight.fact.packs))
+            if layouts:
                 own = [key for key in self.model.modules[fqn].shapes if self._parameter(fqn, key).layout.dim is not None]
-                shard = head_shard(fqn, of_linears, self.group.rank, tuple(own))
+                shard = head_shard(fqn, layouts, self.group.rank, tuple(own))
                 install_heads(self.model.objects[fqn], shard)
 
     # -- attributes and region ------------------------------------------------------------------------------------

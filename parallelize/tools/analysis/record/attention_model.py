@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallelize.axes.tensor.experts.expert_forms import called_by_expert, even_sizes
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.ops.attention.flex_attention import flex_served
 from parallelize.plan.inner_experts import inner_experts
 from parallelize.state.forward_steps import EXPERTS, add_step, restored_forwards
 
@@ -32,7 +33,7 @@ def forwards_on_meta(model: nn.Module) -> Iterator[None]:
     library.impl("scaled_dot_product_attention", fused_attention, "AutogradMeta")
     library.impl("_grouped_mm", grouped_matmul, "Meta", allow_override=True)
     try:
-        with private.autocast_of_meta(), grouped_experts(model):
+        with private.autocast_of_meta(), grouped_experts(model), flex_served():
             yield
     finally:
         library._destroy()

@@ -29,7 +29,7 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private.torch_flex import call_flex_attention, flex_module
 from parallelize.ops.all_to_all import HeadSplit, to_head_shards, to_sequence_shards
 from parallelize.ops.attention.flex_attention import returned
-from parallelize.ops.attention.flex_masks import Numbers, local_mask, reading, renumbered_scores, visible_by, with_all_keys
+from parallelize.ops.attention.flex_masks import Numbers, closed_over, local_mask, reading, renumbered_scores, visible_by, with_all_keys
 from parallelize.ops.attention.flex_scores import Attended
 
 T = torch.Tensor
@@ -61,7 +61,7 @@ def flex_over_context(
     sequences = context.current()
     _check_tokens(attention, sequences, query, key)
     full_tensor = _FullTensors(module, attention, sequences)
-    score_mod = reading(score_mod, full_tensor)
+    score_mod = full_tensor.read_by(score_mod)
     block_mask = _of_all_tokens(attention, sequences, block_mask, full_tensor)
     exchange = _Exchange(context, sequences, query, key)
     q, k, v = exchange.to_heads(query, key, value)
@@ -105,13 +105,25 @@ class _FullTensors:
         for local, full in self.sequences.cut:
             if x.data_ptr() == local.data_ptr() and x.shape == local.shape and x.stride() == local.stride():
                 return full
+        self._check(x)
+        return x
+
+    def read_by(self, function: Any) -> Any:
+        """A function that reads full tensors."""
+        for value, names in closed_over(function):
+            if isinstance(value, nn.Module):  # whose attributes are read when it runs
+                for x in (getattr(value, name, None) for name in names):
+                    if isinstance(x, T):
+                        self._check(x)
+        return reading(function, self)
+
+    def _check(self, x: T) -> None:
         full_tokens = self.sequences.layout.full
         is_of_tokens = self.local in x.shape and full_tokens not in x.shape
         if is_of_tokens and id(x) not in self.known and not (x.is_leaf and x.requires_grad):
             what = f"{self.fqn}: a function of its flex_attention reads a tensor {list(x.shape)} of the local tokens"
             fix = f"read an input of the model, or pass a block mask of all {full_tokens} tokens to the model"
             raise ModelError(Problem("local-mask", what, fix=fix))
-        return x
 
 
 def _of_all_tokens(
@@ -124,7 +136,7 @@ def _of_all_tokens(
     if lengths == (full, full):
         return block_mask
     if lengths == (full_tensor.local, full_tensor.local):
-        return with_all_keys(block_mask, reading(visible_by(block_mask), full_tensor), full)
+        return with_all_keys(block_mask, full_tensor.read_by(visible_by(block_mask)), full)
     what = f"{attention.fqn} has a block mask of {lengths} tokens, and sequences have {full}"
     raise ModelError(Problem("wrong-rows", what, fix=f"create_block_mask(..., Q_LEN={full}, KV_LEN={full})"))
 

@@ -8,20 +8,22 @@ function stays, and its code is another one, which calls what serves it.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch.overrides import (
     _get_current_function_mode_stack,
-    _pop_mode_temporarily,
     handle_torch_function,
     has_torch_function,
 )
 
 from parallelize.base.patches import active as patches
+from parallelize.base.torch_private.torch_dynamo import not_traced
 
 T = torch.Tensor
 _MODULE = "torch.nn.attention.flex_attention"
@@ -109,15 +111,37 @@ class _Served:
 
     def __call__(self, query: T, key: T, value: T, *options: Any) -> Any:
         """options: all others of its arguments, in its order."""
-        if torch.compiler.is_dynamo_compiling():  # a graph knows the modes that are on, but not their dispatch
-            stack = _get_current_function_mode_stack()
-            if stack and hasattr(stack[-1], "attend_flex"):
-                with _pop_mode_temporarily() as mode:
-                    return mode.attend_flex(query, key, value, *options)
+        if torch.compiler.is_dynamo_compiling():
+            if any(hasattr(mode, "attend_flex") for mode in _get_current_function_mode_stack()):
+                return self.outside_of_graph(query, key, value, *options)
         elif has_torch_function((query, key, value)):
             named = dict(zip(PARAMETERS[3:], options, strict=True))
             return handle_torch_function(self.function, (query, key, value), query, key, value, **named)
-        return self.attend(self.stock, query, key, value, *options)
+        stock = self.compiled if _calls.in_graph else self.stock
+        return self.attend(stock, query, key, value, *options)
+
+    @not_traced
+    def outside_of_graph(self, *arguments: Any) -> Any:
+        """A call in code that is compiled, by a mode that a graph would not follow: the graph ends before it, and the
+        kernel is compiled by itself."""
+        outer, _calls.in_graph = _calls.in_graph, True
+        try:
+            return self(*arguments)
+        finally:
+            _calls.in_graph = outer
+
+    @cached_property
+    def compiled(self) -> Callable[..., Any]:
+        return torch.compile(self.stock)
+
+
+class _Calls(threading.local):
+    """in_graph: whether the call that runs is in code that is compiled."""
+
+    in_graph = False
+
+
+_calls = _Calls()
 
 
 def _routed(  # type: ignore[no-untyped-def]

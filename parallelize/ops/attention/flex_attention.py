@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from parallelize.base.errors import Problem, ShapeError
 from parallelize.base.torch_private.torch_flex import flex_attention_served, serve_flex_attention
 from parallelize.ops.attention.flex_masks import LocalMask, visible_by
+from parallelize.ops.attention.flex_model import modeled_attention
 from parallelize.ops.attention.flex_scores import Attended, ScoreMod, attend_by_scores
 
 T = torch.Tensor
@@ -46,7 +46,7 @@ def attend_flex(
     block_mask: also a `LocalMask`. Returns: what PyTorch's function does. Raises: ShapeError `flex-shapes`.
     """
     if query.is_meta:
-        return _on_meta(query, key, value, block_mask, scale)
+        return returned(modeled_attention(query, key, value, block_mask), return_lse, return_aux)
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if query.device.type == "cpu" and (needs_gradients or not torch.compiler.is_dynamo_compiling()):
         _check(query, key, block_mask, enable_gqa)
@@ -81,9 +81,3 @@ def _check(query: T, key: T, block_mask: Any, enable_gqa: bool) -> None:
     if what:
         raise ShapeError(Problem("flex-shapes", f"flex_attention of {what}", fix=fix))
 
-
-def _on_meta(query: T, key: T, value: T, block_mask: Any, scale: float | None) -> T:
-    options: dict[str, Any] = {"scale": scale, "is_causal": block_mask is not None}
-    if query.shape[1] != key.shape[1]:
-        options["enable_gqa"] = True
-    return F.scaled_dot_product_attention(query, key, value, **options)

@@ -132,7 +132,8 @@ def local_mask(block_mask: Any, numbers: Numbers, queries: int, heads: int) -> A
 def with_all_keys(block_mask: Any, mask_mod: MaskMod, tokens: int) -> LocalMask:
     """A block mask that a forward made for its local tokens, for all tokens; `mask_mod` reads those."""
     shape = (*block_mask.shape[:2], tokens, tokens)
-    return LocalMask(shape, mask_mod, tuple(block_mask.BLOCK_SIZE), block_mask, ("all", tokens))
+    origin, key = getattr(block_mask, "origin", block_mask), (*getattr(block_mask, "key", ()), "all", tokens)
+    return LocalMask(shape, mask_mod, tuple(block_mask.BLOCK_SIZE), origin, key)
 
 
 def of_sequences(block_mask: Any, start: int, stop: int) -> Any:
@@ -158,7 +159,8 @@ def _rows_of_blocks(mask: LocalMask) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     (*earlier, numbers, _), origin, size = mask.key, mask.origin, mask.BLOCK_SIZE[0]
-    whole = isinstance(numbers, Numbers) and not earlier and mask.shape[1] == 1 and mask.shape[3] == origin.shape[3]
+    of_heads = all(isinstance(item, int) or (isinstance(item, Numbers) and not item.runs) for item in earlier)
+    whole = of_heads and mask.shape[1] == 1 and mask.shape[3] == origin.shape[3]
     edges = [edge for run in numbers.runs for edge in run] if whole else [1]
     if any(edge % size for edge in edges[:-1]) or (edges and edges[-1] % size and edges[-1] != origin.shape[2]):
         return None

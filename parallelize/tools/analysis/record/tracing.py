@@ -113,7 +113,7 @@ class Tracer(private.DispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d" and func.__name__.split(".")[0] in COLLECTIVES:
             return self._collective(func, args)
-        if func.namespace == NAMESPACE:
+        if func.namespace == NAMESPACE and func._opname in KERNELS:
             return self._library_op(func, args)
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return self._scalar(args[0])
@@ -224,10 +224,11 @@ def _freed(tracer: weakref.ref[Tracer], address: int, serial: int, size: int) ->
 # -- op work ---------------------------------------------------------------------------------------------------------
 # Floating-point operations and bytes of one op, computed from its shapes. A matmul counts 2 m n k. Attention counts
 # its two matmuls (five in backward); causal attention counts half, because fused kernels skip the masked half. All
-# other ops count the bytes that they must read and write.
+# other ops count the bytes that they must read and write. `flex_attention` counts the blocks of its mask.
 
 
 aten: Any = torch.ops.aten
+_blocks: Any = torch.ops.parallelize
 
 
 def kernel_of(func: Any, args: tuple, kwargs: dict, output: Any) -> Kernel | None:
@@ -282,10 +283,16 @@ _FLOPS: dict[Any, Callable[[tuple, dict], float]] = {
     aten._grouped_mm.default: lambda args, _: _matmul_flops(args[0], args[1]),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    _blocks.block_attention.default: lambda args, _: args[3] * _attention_flops(args[0], args[1], 2, causal=False),
+    _blocks.block_attention_backward.default: (
+        lambda args, _: args[6] * _attention_flops(args[1], args[2], 5, causal=False)
+    ),
 }
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: "forward",
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: "backward",
+    _blocks.block_attention.default: "forward",
+    _blocks.block_attention_backward.default: "backward",
 }
 
 

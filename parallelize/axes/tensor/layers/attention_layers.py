@@ -191,7 +191,7 @@ def ulysses_attention(module: nn.Module, split: tuple[str, ...]) -> Callable[...
         region = planned.region
         x = args[0] if args else kwargs[hidden[1]]
         if not region.gathers(x, region.dim):  # one token is decoded: nothing is sharded
-            return planned.run_stock(self, args, kwargs)
+            return on_local_parameters(self, planned, args, kwargs)
         full = region.gathered_size(x, region.dim)
 
         def local(value: T) -> T:
@@ -202,7 +202,7 @@ def ulysses_attention(module: nn.Module, split: tuple[str, ...]) -> Callable[...
             args, kwargs = convert_argument(lambda value: private.tree_map(local, value), argument, args, kwargs)
         attention = _ExchangedAttention(self, region, full)
         with AttentionCalls(attention.attend, attention.attend_flex):
-            out = planned.run_stock(self, args, kwargs)
+            out = on_local_parameters(self, planned, args, kwargs)
         attention.check()
         return out
 

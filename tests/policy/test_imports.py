@@ -36,6 +36,7 @@ MAX_ENTRIES = 16
 COMMAND = "the command line answers without torch: a command imports what it runs when it runs"
 OPTIONAL = "an optional package"
 PRIVATE = "private names of torch, each with the version that has it"
+FLEX = "torch.nn.attention.flex_attention loads a compiler; what calls these has a model that has loaded it"
 LAZY = {  # file to what its functions import: modules of this package in full, of others the package
     "tools.analysis.commands": {
         "tools.analysis.cost.load_balance": COMMAND,
@@ -110,6 +111,8 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
     "ops.vocabulary.kernel_choice": {
         "ops.vocabulary.logit_kernels": "it needs triton, which torch for CPUs does not bring"
     },
+    "ops.attention.flex_attention": {"torch": FLEX},
+    "ops.attention.flex_masks": {"torch": FLEX},
     "base.torch_private.torch_dynamo": {"torch": PRIVATE},
     "base.torch_private.torch_groups": {"torch": PRIVATE},
     "base.torch_private.torch_tensors": {"torch": PRIVATE},

@@ -29,7 +29,15 @@ from parallelize.base.errors import ModelError, Problem
 from parallelize.base.torch_private.torch_flex import call_flex_attention, flex_module
 from parallelize.ops.all_to_all import HeadSplit, to_head_shards, to_sequence_shards
 from parallelize.ops.attention.flex_attention import returned
-from parallelize.ops.attention.flex_masks import Numbers, closed_over, local_mask, reading, renumbered_scores, visible_by, with_all_keys
+from parallelize.ops.attention.flex_masks import (
+    Numbers,
+    closed_over,
+    local_mask,
+    reading,
+    renumbered_scores,
+    visible_by,
+    with_all_keys,
+)
 from parallelize.ops.attention.flex_scores import Attended
 
 T = torch.Tensor

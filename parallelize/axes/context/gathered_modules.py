@@ -102,7 +102,9 @@ def _forward_on_all_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def on_all_tokens(sequences: ForwardSequences, region: Region | None = None, select: Callable[[T], T] | None = None) -> Iterator[None]:
+def on_all_tokens(
+    sequences: ForwardSequences, region: Region | None = None, select: Callable[[T], T] | None = None
+) -> Iterator[None]:
     """A context in which the module inside has all tokens; only this rank's are reduced over `tp` into shards of the
     sequence."""
     sequences.is_gathered = True

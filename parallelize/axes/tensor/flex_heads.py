@@ -106,7 +106,9 @@ def _attend(
     local = query.shape[1]
     numbers, heads = shard.numbers(local)
     if block_mask is not None and block_mask.shape[1] not in (1, local, heads):
-        what = f"{shard.fqn} has a block mask of {block_mask.shape[1]} heads, and {heads}, of which this rank has {local}"
+        what = (
+            f"{shard.fqn} has a block mask of {block_mask.shape[1]} heads, and {heads}, of which this rank has {local}"
+        )
         raise ModelError(Problem("flex-heads", what, fix="a block mask of H=None, or of all heads"))
     mask = None if block_mask is None else local_mask(block_mask, numbers, block_mask.shape[2], local)
     numbers = Numbers() if _reads_shards(module, shard, score_mod, heads) else numbers
@@ -121,7 +123,8 @@ def _reads_shards(module: nn.Module, shard: HeadShard, score_mod: Any, heads: in
     planned = installed(module)
     slots = planned.slots if planned is not None else ()
     leaves = [slot.leaf for slot in slots if slot.key in shard.sharded]
-    tensors, is_local = [], False
+    tensors: list[T] = []
+    is_local = False
     for value, names in closed_over(score_mod):
         if isinstance(value, T):
             is_shard = any(leaf is not None and value.data_ptr() == leaf.data_ptr() for leaf in leaves)

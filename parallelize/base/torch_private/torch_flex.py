@@ -76,7 +76,7 @@ def uncompiled(function: Any) -> Any:
 
 
 def serve_flex_attention(attend: Callable[..., Any]) -> None:
-    """Let modes see calls of `flex_attention`, and `attend` serve those that no mode takes, while a planned model lives.
+    """While a planned model lives, let modes see `flex_attention`, and `attend` serve calls that no mode takes.
 
     Args:
         attend: `attend(stock, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
@@ -144,7 +144,7 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-def _routed(  # type: ignore[no-untyped-def]
+def _routed(
     query,
     key,
     value,

@@ -80,4 +80,3 @@ def _check(query: T, key: T, block_mask: Any, enable_gqa: bool) -> None:
         fix = "create_block_mask(..., Q_LEN=queries, KV_LEN=keys)"
     if what:
         raise ShapeError(Problem("flex-shapes", f"flex_attention of {what}", fix=fix))
-

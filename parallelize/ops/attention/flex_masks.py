@@ -19,6 +19,7 @@ from parallelize.ops.attention.flex_scores import MaskMod, ScoreMod
 T = torch.Tensor
 Run = tuple[int, int]
 """[start, stop) of consecutive positions"""
+_BLOCKS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,9 @@ def of_sequences(block_mask: Any, start: int, stop: int) -> Any:
     def of_later(b: T, h: T, i: T, j: T) -> T:
         return mask_mod(b + start, h, i, j)
 
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    blocks = {name: None if (x := getattr(block_mask, name)) is None else x[start:stop] for name in names}
+    blocks: dict[str, Any] = {
+        name: None if (x := getattr(block_mask, name)) is None else x[start:stop] for name in _BLOCKS
+    }
     options = {"BLOCK_SIZE": block_mask.BLOCK_SIZE, "seq_lengths": block_mask.seq_lengths}
     return BlockMask.from_kv_blocks(**blocks, mask_mod=of_later, **options)
 
@@ -170,8 +172,7 @@ def _rows_of_blocks(mask: LocalMask) -> Any:
             return blocks
         return torch.cat([blocks[:, :, start // size : -(-stop // size)] for start, stop in numbers.runs], 2)
 
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    blocks = {name: rows(getattr(origin, name)) for name in names}
+    blocks: dict[str, Any] = {name: rows(getattr(origin, name)) for name in _BLOCKS}
     lengths = (mask.shape[2], mask.shape[3])
     return BlockMask.from_kv_blocks(**blocks, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod, seq_lengths=lengths)
 
@@ -182,6 +183,7 @@ def _rows_of_blocks(mask: LocalMask) -> Any:
 def reading(function: Any, other: Callable[[T], T]) -> Any:
     """A function that reads other tensors: `other` of each that it closes over, or that functions do which it closes
     over, as those of `and_masks`."""
+
     def replaced(value: Any) -> Any:
         if isinstance(value, T):
             return other(value)
@@ -199,7 +201,9 @@ def reading(function: Any, other: Callable[[T], T]) -> Any:
         others = [replaced(content) for content in contents]
         if all(a is b for a, b in zip(contents, others, strict=True)):
             return value
-        made = [CellType(new) if new is not old else cell for cell, old, new in zip(cells, contents, others, strict=True)]
+        made = [
+            CellType(new) if new is not old else cell for cell, old, new in zip(cells, contents, others, strict=True)
+        ]
         copy = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(made))
         copy.__kwdefaults__ = value.__kwdefaults__
         return copy
@@ -227,4 +231,3 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return None
-

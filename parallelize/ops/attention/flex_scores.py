@@ -31,9 +31,7 @@ class Attended(NamedTuple):
     max_scores: T
 
 
-def attend_by_scores(
-    q: T, k: T, v: T, score_mod: ScoreMod | None, mask_mod: MaskMod | None, scale: float
-) -> Attended:
+def attend_by_scores(q: T, k: T, v: T, score_mod: ScoreMod | None, mask_mod: MaskMod | None, scale: float) -> Attended:
     """Attention with scores that functions change.
 
     Shapes: q [B, H, S, D], k [B or 1, K, S', D], v [B or 1, K, S', E], H a multiple of K. A row that attends to no key

@@ -305,12 +305,14 @@ def _flex_as_one_operation(
     kernel_options: Any = None,
     return_aux: Any = None,
 ) -> Any:
-    """`flex_attention` as PyTorch's other attention, whose dims are the same: its functions see one score at a time. One
-    is computed and added to queries, so that what the functions read is recorded beside heads."""
+    """`flex_attention` as PyTorch's other attention, whose dims are the same: its functions see one score at a time.
+
+    One score is computed and added to queries, so that what its function reads is recorded beside heads.
+    """
     if score_mod is not None:
         zero = torch.zeros((), dtype=torch.int64, device=query.device)
         query = query + score_mod(query.new_zeros(()), zero, zero, zero, zero)
-    scores = {} if query.shape[1] == key.shape[1] else {"enable_gqa": True}
+    scores: dict[str, Any] = {} if query.shape[1] == key.shape[1] else {"enable_gqa": True}
     out = F.scaled_dot_product_attention(query, key, value, **scores)
     sums = query.sum(-1)
     if return_aux is not None:

@@ -91,9 +91,12 @@ def _full_sequence(style: StyleText, module: ModuleFacts, context: StyleContext)
 
 
 def _ulysses(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
-    """Its linears are replicated (`sequence`): inside the region each rank runs them on its own tokens."""
+    """Its linears are replicated (`sequence`): inside the region each rank runs them on its own tokens. Parameters of
+    its own see those, or the rank's heads."""
     split = tuple(filter(None, (name.strip() for name in style.options.get("split", "").split("+"))))
-    return Contract("ulysses", compute="ulysses" if context.sequence_parallel else "stock", split=split)
+    on = context.sequence_parallel
+    uses = {name: Use(partial=on) for name in module.shapes}
+    return Contract("ulysses", uses=uses, compute="ulysses" if on else "stock", split=split)
 
 
 def _rms_norm(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:

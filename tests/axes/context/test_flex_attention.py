@@ -76,9 +76,7 @@ def window_of_each_head(documents):
     return create_block_mask(visible, None, len(windows), LENGTH, LENGTH, "cpu", BLOCK_SIZE=4)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"), [({"tp": 2}, {}), ({"cp": 2}, {"ulysses": 2}), ({"cp": 2, "tp": 3}, {})]
-)
+@pytest.mark.parametrize(("sizes", "options"), [({"tp": 2}, {}), ({"cp": 2}, {"ulysses": 2}), ({"cp": 2, "tp": 3}, {})])
 def test_windows_of_each_head(sizes, options):
     error, name = worst_on(decoder(slopes=False), sizes, make_mask=window_of_each_head, **options)
     assert error <= LIMIT, name

@@ -418,7 +418,9 @@ class Installer:
                     weight = self._parameter(name, key)
                     layouts.append(of_elements(weight.layout, weight.fact.packs))
             if layouts:
-                own = [key for key in self.model.modules[fqn].shapes if self._parameter(fqn, key).layout.dim is not None]
+                own = [
+                    key for key in self.model.modules[fqn].shapes if self._parameter(fqn, key).layout.dim is not None
+                ]
                 shard = head_shard(fqn, layouts, self.group.rank, tuple(own))
                 install_heads(self.model.objects[fqn], shard)
 

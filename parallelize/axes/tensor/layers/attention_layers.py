@@ -246,7 +246,9 @@ class _ExchangedAttention:
         out = call_flex_attention(q, k, v, renumbered_scores(score_mod, numbers), mask, scale, True, *options)
         if isinstance(out, tuple):
             what = f"a {self.module} under `ulysses` asks flex_attention for its log-sums"
-            raise ModelError(Problem("attention-argument", what, fix="`gather` and `colwise` in the place of `ulysses`"))
+            raise ModelError(
+                Problem("attention-argument", what, fix="`gather` and `colwise` in the place of `ulysses`")
+            )
         return self._to_tokens(out, heads, query.shape[2])
 
     def _attend(self, query: T, key: T, value: T, attn_mask: T | None = None, *rest: Any, **others: Any) -> T:

@@ -63,6 +63,7 @@ _GROUPS = {
         "aten._flash_attention_forward",
         "aten._efficient_attention_forward",
         "higher_order.flex_attention",
+        "parallelize.block_attention",
         "parallelize.ring_attention",
     ),
     "functional_collectives": tuple(

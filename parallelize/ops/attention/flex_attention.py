@@ -46,7 +46,7 @@ def attend_flex(
     block_mask: also a `LocalMask`. Returns: what PyTorch's function does. Raises: ShapeError `flex-shapes`.
     """
     if query.is_meta:
-        return returned(modeled_attention(query, key, value, block_mask), return_lse, return_aux)
+        return returned(modeled_attention(query, key, value, score_mod, block_mask), return_lse, return_aux)
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if query.device.type == "cpu" and (needs_gradients or not torch.compiler.is_dynamo_compiling()):
         _check(query, key, block_mask, enable_gqa)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from parallelize.ops.attention.flex_scores import Attended
+from parallelize.ops.attention.flex_scores import Attended, ScoreMod, over_scores
 from parallelize.ops.library import LIBRARY
 
 T = torch.Tensor
+ops: Any = torch.ops.parallelize
 ASSUMED_SHARE = 0.5
 """Of pairs of a query and a key, in a block mask without values."""
 
@@ -25,9 +26,14 @@ LIBRARY.define(
 )
 
 
-def modeled_attention(q: T, k: T, v: T, block_mask: Any) -> Attended:
-    """As `attend_by_scores`, of tensors on meta."""
-    out, lse = _Modeled.apply(q, k, v, computed_share(block_mask))
+def modeled_attention(q: T, k: T, v: T, score_mod: ScoreMod | None, block_mask: Any) -> Attended:
+    """As `attend_by_scores`, of tensors on meta. One score is computed, so that what its function reads has a
+    gradient."""
+    score = q.new_empty((1, 1, 1, 1))
+    if score_mod is not None:
+        indices = [torch.arange(1, device=q.device) for _ in range(4)]
+        score = over_scores(score_mod, with_scores=True)(score, *indices)
+    out, lse = _Modeled.apply(q, k, v, score, computed_share(block_mask))
     return Attended(out, lse, lse.detach())
 
 
@@ -43,15 +49,16 @@ def computed_share(block_mask: Any) -> float:
 
 class _Modeled(Function):
     @staticmethod
-    def forward(ctx: Any, q: T, k: T, v: T, share: float) -> Any:
-        out, lse = torch.ops.parallelize.block_attention(q, k, v, share)
+    def forward(ctx: Any, q: T, k: T, v: T, score: T, share: float) -> Any:
+        out, lse = ops.block_attention(q, k, v, share)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.share = share
+        ctx.share, ctx.score = share, (score.shape, score.dtype)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad: T, _: T) -> Any:
-        return (*torch.ops.parallelize.block_attention_backward(grad, *ctx.saved_tensors, ctx.share), None)
+        (shape, dtype), grads = ctx.score, ops.block_attention_backward(grad, *ctx.saved_tensors, ctx.share)
+        return (*grads, grad.new_empty(shape, dtype=dtype), None)
 
 
 @torch.library.impl(LIBRARY, "block_attention", "Meta")

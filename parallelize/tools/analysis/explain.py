@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from parallelize.axes.tensor.flex_heads import calls_flex_attention
 from parallelize.base.errors import ModelError, ParallelizeError
 from parallelize.base.mesh import MeshSpec
+from parallelize.ops.attention.flex_model import ASSUMED_SHARE
 from parallelize.plan.models.model_source import ModelSource, source_of
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ParameterRow, ResolvedPlan
@@ -117,7 +119,10 @@ def explain_subject(
         parameters=tuple(_parameter_lines(subject, setting)),
         ranks=tuple(reports),
         time=time,
-        assumptions=tuple(_assumptions(setting, every_layer, gathered_modules(subject.resolved(setting)))),
+        assumptions=(
+            *_assumptions(setting, every_layer, gathered_modules(subject.resolved(setting))),
+            *_assumptions_of_blocks(model.objects.values()),
+        ),
         activations_without_recompute=_peak_activation_bytes(subject, setting, "off"),
         activations_with_recompute=_peak_activation_bytes(subject, setting, "full"),
         worst_routing=worst_routing(subject, setting, steps, memories) if setting.kernels == RECORDED else None,
@@ -343,6 +348,14 @@ def _assumptions(setting: Setting, every_layer: bool, gathered: dict[str, int]) 
         yield "overlapped linears send the same bytes in chunks; counts are those without overlap"
     if not every_layer:
         yield "equal layers were analyzed once"
+
+
+def _assumptions_of_blocks(modules: Iterable[nn.Module]) -> Iterable[str]:
+    if any(map(calls_flex_attention, modules)):
+        yield (
+            "flex_attention computes the blocks of its mask that are not empty; of a mask that the forward makes of "
+            f"tensors without values, {ASSUMED_SHARE:.0%} of all pairs of tokens, as of a causal one"
+        )
 
 
 # -- advice ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import io
 import pickle
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -136,6 +136,23 @@ def test_what_another_library_has_wrapped_since_stays_and_is_not_made_twice(monk
 
 def _doubling(stock):
     return lambda: f"{stock()} {stock()}"
+
+
+def test_a_function_runs_other_code_under_every_name_until_the_lease_is_gone():
+    def stock(x, factor=1):
+        return factor * x
+
+    def other(x, factor=1):
+        return _served(x, factor)  # noqa: F821
+
+    function = FunctionType(stock.__code__, {}, "flex_attention", stock.__defaults__)
+    function.__module__, function.__qualname__ = "torch.nn.attention.flex_attention", "flex_attention"
+    name, lease = function, patches.lease()
+    for _ in range(2):
+        patches.change_code(function, "_served", lambda: lambda x, factor: -factor * x, other.__code__)
+    assert name(3) == -3
+    del lease
+    assert name(3) == 3 and function.__code__ is stock.__code__ and not function.__globals__
 
 
 def test_two_copies_of_the_package_refuse_each_other_by_name(monkeypatch):

@@ -22,6 +22,7 @@ from torch import nn
 from parallelize.base.mesh import MeshSpec
 from parallelize.base.torch_private import torch_groups as private_groups
 from parallelize.base.torch_private import torch_tensors as private
+from parallelize.ops.attention import flex_model
 from parallelize.ops.library import KERNELS, NAMESPACE
 from parallelize.plan.dims.meta_calls import called
 from parallelize.tools.analysis.record.trace_data import LOSS, OUTSIDE, Kernel, Message
@@ -228,7 +229,6 @@ def _freed(tracer: weakref.ref[Tracer], address: int, serial: int, size: int) ->
 
 
 aten: Any = torch.ops.aten
-_blocks: Any = torch.ops.parallelize
 
 
 def kernel_of(func: Any, args: tuple, kwargs: dict, output: Any) -> Kernel | None:
@@ -283,16 +283,18 @@ _FLOPS: dict[Any, Callable[[tuple, dict], float]] = {
     aten._grouped_mm.default: lambda args, _: _matmul_flops(args[0], args[1]),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
-    _blocks.block_attention.default: lambda args, _: args[3] * _attention_flops(args[0], args[1], 2, causal=False),
-    _blocks.block_attention_backward.default: (
+    flex_model.ops.block_attention.default: lambda args, _: (
+        args[3] * _attention_flops(args[0], args[1], 2, causal=False)
+    ),
+    flex_model.ops.block_attention_backward.default: (
         lambda args, _: args[6] * _attention_flops(args[1], args[2], 5, causal=False)
     ),
 }
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: "forward",
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: "backward",
-    _blocks.block_attention.default: "forward",
-    _blocks.block_attention_backward.default: "backward",
+    flex_model.ops.block_attention.default: "forward",
+    flex_model.ops.block_attention_backward.default: "backward",
 }
 
 

@@ -27,6 +27,7 @@ RECIPES = {
     "own_model": 4,
     "flow_matching": 3,
     "balanced_rows": 4,
+    "flex_attention": 3,
 }
 MOST_LINES = 120
 OTHER_MESHES = {
@@ -36,21 +37,26 @@ OTHER_MESHES = {
     "dp-zero3": (2, "dp=2", "zero=3"),
 }
 """Ranks, mesh and ZeRO stage of `grpo`, which has dp 2 and ZeRO 2 as written."""
+TWO_AXES = "cp=2, tp=2"
 TIMEOUT_S = 150
-IN_MINUTES = ("dpo", "distill")
+IN_MINUTES = ("dpo", "distill", "flex_attention")
 pytestmark = pytest.mark.processes
 
 
 def losses(folder: Path, recipe: str, ranks: int) -> list[float]:
-    """What a recipe prints in a copy of the examples, on a mesh of so many ranks."""
+    """What a recipe prints in a copy of the examples, on a mesh of so many ranks along each of its axes."""
     shutil.copytree(EXAMPLES, folder)
+    script = folder / f"{recipe}.py"
+    if TWO_AXES in (text := script.read_text()):
+        script.write_text(text.replace(TWO_AXES, f"cp={ranks}, tp={ranks}"))
+        return printed_by(script, ranks**2)
     for file in (folder / f"{recipe}.py", folder / "pretrain.yaml"):
         text, found = re.subn(
             r"((?:build_mesh\(\"cpu\"|mesh: \{).*?\b(?:dp|tp|cp)\W+)2\b", rf"\g<1>{ranks}", file.read_text()
         )
         assert found <= 1
         file.write_text(text)
-    return printed_by(folder / f"{recipe}.py", ranks)
+    return printed_by(script, ranks)
 
 
 def printed_by(script: Path, ranks: int) -> list[float]:
@@ -94,4 +100,5 @@ def test_rewards_do_not_depend_on_the_mesh(where, tmp_path):
 def test_a_recipe_is_short_and_says_how_it_starts(recipe):
     text = (EXAMPLES / f"{recipe}.py").read_text()
     assert len(text.splitlines()) < MOST_LINES
-    assert f"torchrun --standalone --nproc-per-node 2 examples/{recipe}.py\n\nOn GPUs: " in text
+    ranks = 4 if TWO_AXES in text else 2
+    assert f"torchrun --standalone --nproc-per-node {ranks} examples/{recipe}.py\n\nOn GPUs: " in text

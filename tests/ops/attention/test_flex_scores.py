@@ -60,12 +60,15 @@ def test_gradients_of_all_that_is_read(qkv, compiled):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_a_row_that_attends_to_no_key(qkv):
-    """It gives zeros, and no gradient that is not a number."""
+@pytest.mark.parametrize("by_score", [False, True])
+def test_a_row_that_attends_to_no_key(qkv, by_score):
+    """It gives zeros, and no gradient that is not a number; also where a score of -inf says so."""
     mask = create_block_mask(lambda b, h, i, j: i > j, None, None, 17, 17, "cpu")
+    hidden = torch.zeros(17, 17).masked_fill(torch.ones(17, 17).triu().bool(), -torch.inf)
+    masked = {"score_mod": lambda s, b, h, i, j: s + hidden[i, j]} if by_score else {"block_mask": mask}
     q, k, v = (x.requires_grad_() for x in qkv)
     with flex_served():
-        out, aux = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        out, aux = flex_attention(q, k, v, **masked, enable_gqa=True, return_aux=AuxRequest(lse=True))
         out.sum().backward()
     assert not out[:, :, 0].any() and torch.isneginf(aux.lse[:, :, 0]).all()
     assert all(x.grad.isfinite().all() for x in (q, k, v)) and not q.grad[:, :, 0].any()

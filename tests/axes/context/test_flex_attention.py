@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from parallelize import ModelError, build_mesh, parallelize_model
 from parallelize.ops.attention.flex_masks import LocalMask, Numbers, local_mask
 from parallelize.plan.plan_file import parse_plan
+from tests.support import context
 from tests.support.flex_models import (
     LENGTH,
     PLAN,
@@ -196,3 +197,35 @@ def test_attention_in_a_module_that_is_not_named_is_refused():
 def test_heads_of_a_mask_that_fit_no_rank_are_refused():
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, 4, LENGTH, LENGTH, "cpu")
     refused("flex-heads", {"tp": 2}, block_mask=mask)
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("gemma2", {"tp": 2}), ("mistral", {"pp": 2}), ("llama", {"dp": 2}), ("llama", {"cp": 2})]
+)
+def test_models_of_transformers(name, sizes, monkeypatch):
+    """Packed documents with `attn_implementation="flex_attention"`; over cp by the ring, as with any other."""
+    from transformers import masking_utils
+    from transformers.integrations import flex_attention as stock
+
+    def without_compiler(query, key, value, training=False, **options):  # ranks are threads
+        return flex_attention(query, key, value, **options)
+
+    def made_without_compiler(*args, _compile=False, **options):
+        return create_block_mask(*args, **options)
+
+    monkeypatch.setattr(stock, "compile_friendly_flex_attention", without_compiler)
+    monkeypatch.setattr(masking_utils, "create_block_mask", made_without_compiler)
+    model, (ids, targets) = context.family(name), context.batch_of(LENGTH)
+    positions = torch.cat([torch.arange(4), torch.arange(LENGTH - 4)]).expand(2, -1)
+    expected = context.alone(model, ids, targets, position_ids=positions)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "flex_attention"
+    options = {"num_microbatches": 2} if "pp" in sizes else {}
+    inputs = {"position_ids": positions}
+    for result in run_ranks(2, lambda rank: context.on_mesh(model, sizes, ids, targets, inputs, **options)):
+        error, where = context.error_of(result, expected)
+        assert error <= LIMIT, where

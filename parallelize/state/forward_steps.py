@@ -1,7 +1,7 @@
 """What a module of a planned model runs: steps around its own forward, as one list with one order.
 
-    own forward -> experts, sizes, gathered -> planned (tp) -> overlap, beside, adapted -> attention, sequences (cp)
-        -> recomputed -> stage (pp) -> dropout -> routes -> unit (ZeRO 3)
+    own forward -> experts, sizes, heads, gathered -> planned (tp) -> overlap, beside, adapted -> attention,
+        sequences (cp) -> recomputed -> stage (pp) -> dropout -> routes -> unit (ZeRO 3)
 
 A step is a function that gets the module first, and calls what is inside of it by `run_inner`. The outermost one is set
 as the `forward` of the instance. That costs less than hooks, leaves the user's hooks outside, and survives
@@ -21,7 +21,7 @@ from torch import nn
 
 from parallelize.state.records import KEY, ForwardStep, applied, mark_applied
 
-EXPERTS, SIZES, GATHERED = "experts", "sizes", "gathered"
+EXPERTS, SIZES, HEADS, GATHERED = "experts", "sizes", "heads", "gathered"
 PLANNED, OVERLAP, BESIDE, ADAPTED = "planned", "overlap", "beside", "adapted"
 ATTENTION, SEQUENCES = "attention", "sequences"
 RECOMPUTED, STAGE, DROPOUT, ROUTES, UNIT = "recomputed", "stage", "dropout", "routes", "unit"
@@ -29,6 +29,7 @@ RECOMPUTED, STAGE, DROPOUT, ROUTES, UNIT = "recomputed", "stage", "dropout", "ro
 PLACES: Mapping[str, str] = {
     EXPERTS: "computes rows that are sorted by expert, or pads widths that grouped matmuls do not take",
     SIZES: "sizes that its code reads are those of a tensor's part or of all of it",
+    HEADS: "numbers the heads of `flex_attention` as those of the unsharded model",
     GATHERED: "gathers the tokens of all ranks of cp, and returns those of this rank",
     PLANNED: "computes with this rank's parts of parameters, between the conversions of its plan",
     OVERLAP: "exchanges data with other ranks while it computes",

@@ -162,7 +162,7 @@ class ModuleState:
         steps: what its forward runs, from the innermost step. inner: by place of a step, what that calls; without an
             entry, the forward of the class. instance_forwards: forwards that others have set on it, which steps call.
         planned: what its forward runs with.
-        attention: a context.forward_state.ContextAttention. heads: a tensor.flex_heads.NumberedHeads.
+        attention: a context.forward_state.ContextAttention. heads: a tensor.flex_heads.HeadShard.
         dropout: a randomness.dropout.call_sites.ModuleDropout.
         recompute_unit: set where it is recomputed.
         absent: shape and dtype, by key, of its parameters where another pipeline stage has them.

@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallelize.axes.tensor.attention_calls import AttentionCalls
-from parallelize.axes.tensor.planned_forward import installed, run_inside
+from parallelize.axes.tensor.planned_forward import installed
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import Layout
 from parallelize.base.torch_private.torch_flex import call_flex_attention, is_flex_attention, uncompiled
 from parallelize.ops.attention.flex_masks import Numbers, closed_over, local_mask, renumbered_scores
-from parallelize.state.records import mark_applied
+from parallelize.state.forward_steps import HEADS, add_step, run_inner
 
 T = torch.Tensor
 
@@ -63,30 +63,14 @@ def head_shard(fqn: str, layouts: list[Layout], rank: int, sharded: tuple[str, .
     return HeadShard(fqn, start, stop - start, full, sharded)
 
 
-@dataclass(frozen=True)
-class NumberedHeads:
-    """What a module runs; stored on the module. stock: the forward on the instance before, or None."""
-
-    shard: HeadShard
-    stock: Any = None
-
-
 def install_heads(module: nn.Module, shard: HeadShard) -> None:
     """Let `flex_attention` inside of a module's forward get the numbers of its heads."""
-    planned = installed(module)
-    stock = planned.stock if planned is not None else module.__dict__.get("forward")
-    mark_applied(module, heads=NumberedHeads(shard, stock))
-    forward = MethodType(_with_numbered_heads, module)
-    if planned is not None:
-        run_inside(module, planned, forward)
-    else:
-        module.__dict__["forward"] = forward
+    add_step(module, HEADS, _with_numbered_heads, heads=shard)
 
 
 def _with_numbered_heads(self: Any, *args: Any, **kwargs: Any) -> Any:
-    heads = self._applied.heads
-    with AttentionCalls(None, partial(_attend, self, heads.shard)):
-        return type(self).forward(self, *args, **kwargs) if heads.stock is None else heads.stock(*args, **kwargs)
+    with AttentionCalls(None, partial(_attend, self, self._applied.heads)):
+        return run_inner(self, HEADS, args, kwargs)
 
 
 def _attend(

@@ -214,7 +214,7 @@ def _set(owner: Any, name: str, value: Any) -> Undo:
 
 
 def _run_other_code(function: Any, name: str, value: Any, code: Any) -> Undo:
-    before = function.__code__
+    before, earlier = function.__code__, function.__globals__.get(name, _MISSING)
     function.__globals__[name] = value
     function.__code__ = code
 
@@ -222,7 +222,9 @@ def _run_other_code(function: Any, name: str, value: Any, code: Any) -> Undo:
         if function.__code__ is not code:
             return False
         function.__code__ = before
-        del function.__globals__[name]
+        function.__globals__[name] = earlier
+        if earlier is _MISSING:
+            del function.__globals__[name]
         return True
 
     return undo

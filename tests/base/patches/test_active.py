@@ -151,6 +151,8 @@ def test_a_function_runs_other_code_under_every_name_until_the_lease_is_gone():
     for _ in range(2):
         patches.change_code(function, "_served", lambda: lambda x, factor: -factor * x, other.__code__)
     assert name(3) == -3
+    undo_inner = patches._run_other_code(function, "_served", lambda x, factor: 7, other.__code__)  # of an inner block
+    assert name(3) == 7 and undo_inner() and name(3) == -3
     del lease
     assert name(3) == 3 and function.__code__ is stock.__code__ and not function.__globals__
 

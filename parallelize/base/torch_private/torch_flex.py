@@ -91,12 +91,14 @@ def serve_flex_attention(attend: Callable[..., Any]) -> None:
 
 @contextmanager
 def flex_attention_served(attend: Callable[..., Any]) -> Iterator[None]:
-    """A block in which `attend` serves `flex_attention`, as in `serve_flex_attention`."""
+    """A block in which `attend` serves `flex_attention` in this thread, also while a planned model lives."""
     lease = patches.lease()
     serve_flex_attention(attend)
+    outer, _calls.attend = _calls.attend, attend
     try:
         yield
     finally:
+        _calls.attend = outer
         del lease
 
 
@@ -118,7 +120,8 @@ class _Served:
             named = dict(zip(PARAMETERS[3:], options, strict=True))
             return handle_torch_function(self.function, (query, key, value), query, key, value, **named)
         stock = self.compiled if _calls.in_graph else self.stock
-        return self.attend(stock, query, key, value, *options)
+        attend = _calls.attend or self.attend
+        return attend(stock, query, key, value, *options)
 
     @not_traced
     def outside_of_graph(self, *arguments: Any) -> Any:
@@ -136,9 +139,10 @@ class _Served:
 
 
 class _Calls(threading.local):
-    """in_graph: whether the call that runs is in code that is compiled."""
+    """in_graph: whether the call that runs is in code that is compiled. attend: what serves it in the innermost block."""
 
     in_graph = False
+    attend: Callable[..., Any] | None = None
 
 
 _calls = _Calls()

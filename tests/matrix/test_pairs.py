@@ -37,6 +37,7 @@ FOUND = {  # cells that were wrong, crashed or were refused untruly, and what th
     ("lora_after+resume", "own", "tp"): "right",  # weights of adapters that were not split yet
     ("lora_after+optimizer_state_dict", "llama", "tp"): "right",  # states of optimizers of the same
     ("clip_of_torch+prefix_tuning", "llama_published", "pp-tp"): "right",  # a stage without gradients joined no norm
+    ("clip_values+prefix_tuning", "llama_published", "pp-tp"): "right",  # and had no list of gradients to clip
     ("modules_to_save_after+weights_put_back", "gpt2", "tp-sp-lp"): "right",  # a parameter that a wrapper has taken
     ("fused_loss+trained_tokens", "llama", "dp-zero0"): "right",  # refused: `wrong-module-for-style`
     ("fused_loss+trained_tokens", "gpt2", "dp-zero0"): "refused unplanned-adapter",  # the head is tied to them

@@ -139,7 +139,7 @@ class _Served:
 
 
 class _Calls(threading.local):
-    """in_graph: whether the call that runs is in code that is compiled. attend: what serves it in the innermost block."""
+    """in_graph: whether the call that runs is in code that is compiled. attend: what serves it in the inner block."""
 
     in_graph = False
     attend: Callable[..., Any] | None = None

@@ -380,6 +380,8 @@ def _divided(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def divided(lists: Any, with_indices: bool = False) -> Any:
         parts = _indices_by_mesh(lists[0])
+        if not parts:  # a pipeline stage that trains nothing, where another one does
+            return {}
         if len(parts) < 2:
             return stock(lists, with_indices)
         groups = _ListsByMesh()

@@ -92,6 +92,9 @@ def _checkpointed(side: Side) -> None:
     side.model.gradient_checkpointing_enable()
 
 
+_OTHER_SEQUENCES = {"ambiguous-sequence": "over cp and pp, forwards of different sequences wait for backward"}
+
+
 change(
     "checkpointing_of_transformers",
     placed=_checkpointed,
@@ -102,6 +105,8 @@ change(
             "ambiguous-dropout": "a module runs twice in a layer, and PyTorch's recompute does not say which call"
         },
         "recompute*": {"foreign-recompute": "a forward would run three times"},
+        "*padding": _OTHER_SEQUENCES,
+        "packed*": _OTHER_SEQUENCES,
         "first layer": {"unplaceable-draw": "a replay by PyTorch's checkpoint has no module by which draws are placed"},
     },
 )

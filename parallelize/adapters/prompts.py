@@ -92,16 +92,26 @@ def readable_prompts(peft_model: Any) -> Iterator[None]:
     if (base := _planned_base(peft_model)) is not None:
         _take_from_first_rank(encoder, base)
     table = encoder.embedding
-    shown = isinstance(table.weight, DTensor)
-    if shown:
-        table.__dict__["weight"] = private.local_of(table.weight)
+    shown = _shown_table(table.weight, peft_model.active_peft_config.inference_mode)
+    if shown is not None:
+        table.__dict__["weight"] = shown
     try:
         yield
     finally:
-        if shown:
+        if shown is not None:
             table.__dict__.pop("weight", None)
         if summing is not None:
             summing.remove()
+
+
+def _shown_table(weight: Any, is_read: bool) -> torch.Tensor | None:
+    """What PEFT sees of a table of prompts; None: the parameter itself. Under ZeRO 3, a call of the table gathers it,
+    and PEFT reads frozen ones without a call."""
+    if not isinstance(weight, DTensor):
+        return None
+    if all(placement.is_replicate() for placement in weight.placements):
+        return private.local_of(weight)
+    return weight.full_tensor() if is_read else None
 
 
 def _planned(peft_model: Any) -> nn.Module | None:

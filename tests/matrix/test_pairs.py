@@ -32,6 +32,7 @@ FOUND = {  # cells that were wrong, crashed or were refused untruly, and what th
     ("generated+lora_before", "llama", "dp-zero3"): "right",  # refused: `no-cache`
     ("generated_padded+prompt_tuning", "llama", "tp"): "right",  # prompts came before each new token again
     ("generated_padded+prefix_tuning", "llama_published", "dp-zero3"): "right",  # the same
+    ("generated+prefix_tuning", "llama", "dp-zero3"): "right",  # PEFT's own loop: `outside-unit`
     ("generated+prompt_tuning", "hybrid", "tp"): "right",  # so they did, and positions began anew
     ("generated", "hybrid", "tp-lp"): "right",  # Bamba counts from 0 beside a cache unless positions are given
     ("lora_after+resume", "own", "tp"): "right",  # weights of adapters that were not split yet

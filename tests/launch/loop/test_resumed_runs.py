@@ -80,6 +80,8 @@ CHANGED = {
 """Other values of keys that take effect. Those below are not of a run of one rank without a GPU."""
 ONLY_ELSEWHERE = {
     "device": "cuda needs a GPU",
+    "data.balance": "needs the documents of a function: test_run_data.py",
+    "data.pair_cost": "the same",
     "schema_version": "there is one",
     "checkpoints.folder": "another folder is another run",
     "metrics.tensorboard": "needs TensorBoard",

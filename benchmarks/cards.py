@@ -37,6 +37,8 @@ _FIRST = (
 """Kinds of models, in the order in which derived plans get a card."""
 _SIZES = (
     "hidden_size",
+    "hidden_sizes",
+    "depths",
     "d_model",
     "intermediate_size",
     "num_hidden_layers",
@@ -53,12 +55,12 @@ _HEAD = """# What was proven of each plan: written by `python -m benchmarks.card
 
 
 def served_types(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of the record that get a card: all with a shipped plan, and those of derived plans by their kind."""
+    """The rows of the record that may get a card: all of shipped plans, then those of derived ones by their kind."""
     proven = [row for row in rows if isinstance(row.get("errors", {}).get("2"), float)]
     shipped = [row for row in proven if row["kind"] == "shipped"]
     derived = [row for row in proven if row["kind"] == "derived"]
     derived.sort(key=lambda row: (min(map(_order, row["mappings"]), default=len(_FIRST)), row["type"]))
-    return sorted([*shipped, *derived[:MOST_DERIVED]], key=lambda row: row["type"])
+    return [*shipped, *derived]
 
 
 def _order(kind: str) -> int:
@@ -89,7 +91,7 @@ def looked_up(model_type: str) -> dict[str, Any]:
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     fields = text.to_dict()
-    sizes = {name: fields[name] for name in _SIZES if isinstance(fields.get(name), int)}
+    sizes = {name: fields[name] for name in _SIZES if isinstance(fields.get(name), (int, list))}
     shipped = shipped_plan_of(source.config)
     return {"sizes": sizes, "plan": "derived" if shipped is None else shipped.name}
 
@@ -97,16 +99,20 @@ def looked_up(model_type: str) -> dict[str, Any]:
 def cards(known: Mapping[str, Any], again: Sequence[str] = ()) -> dict[str, Any]:
     """Type -> its card. known: the cards of before, whose sizes and plans are taken."""
     record = read_record("every_type")
-    made = {}
+    made: dict[str, Any] = {}
+    derived = 0
     for row in served_types(record["result"]):
         name = row["type"]
+        if row["kind"] == "derived" and derived == MOST_DERIVED:
+            break
         try:
             facts = known[name] if name in known and name not in again else looked_up(name)
         except ParallelizeError as error:  # in this environment
             print(f"no card of {name}: {str(error).splitlines()[0]}", file=sys.stderr)
             continue
         made[name] = card_of(row, row.get("day", record["day"]), facts["sizes"], facts["plan"])
-    return made
+        derived += row["kind"] == "derived"
+    return dict(sorted(made.items()))
 
 
 def text_of(made: Mapping[str, Any]) -> str:

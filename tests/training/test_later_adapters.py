@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import OrderedDict
 
 import pytest
 import torch
+from torch import nn
 
-from parallelize import ModelError, build_mesh, parallelize_model
+from parallelize import ModelError, build_mesh, full_gradients, parallelize_model, shard_data
 from tests.axes.tensor.install.adapted_models import config
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
@@ -94,3 +96,28 @@ def test_generation_by_a_wrapper_that_was_planned_is_refused(axes, zero, slug):
         return error.value.slugs
 
     assert run_ranks(2, body) == [(slug,)] * 2
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_adapters_of_ones_own_model_need_no_plan_over_data_axes(zero):
+    """No rule says how their layers are split, because nothing splits them."""
+
+    def build():
+        torch.manual_seed(3)
+        net = nn.Sequential(OrderedDict(up=nn.Linear(8, 12), act=nn.Tanh(), down=nn.Linear(12, 8))).double()
+        with LOCK:
+            return peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False))
+
+    reference, rows = build(), torch.randn(4, 8, dtype=torch.float64)
+    reference(rows).square().sum().backward()
+    expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    models = [build() for _ in range(2)]
+
+    def body(rank):
+        model = shard_data(models[rank], build_mesh("cpu", dp=2), zero=zero)
+        model(rows.chunk(2)[rank]).square().sum().backward()
+        return full_gradients(model)
+
+    for own in run_ranks(2, body):
+        assert own.keys() == expected.keys()
+        assert all((own[name] - gradient).abs().max() < 1e-12 for name, gradient in expected.items())

@@ -36,6 +36,7 @@ from parallelize.ops.attention.flex_masks import (
     reading,
     renumbered_scores,
     visible_by,
+    warn_of_local_numbers,
     with_all_keys,
 )
 from parallelize.ops.attention.flex_scores import Attended
@@ -69,6 +70,8 @@ def flex_over_context(
     sequences = context.current()
     _check_tokens(attention, sequences, query, key)
     full_tensor = _FullTensors(module, attention, sequences)
+    functions = [score_mod] if block_mask is None else [score_mod, block_mask.mask_mod]
+    warn_of_local_numbers(attention.fqn, functions, "tokens", query.shape[2], sequences.layout.full)
     score_mod = full_tensor.read_by(score_mod)
     block_mask = _of_all_tokens(attention, sequences, block_mask, full_tensor)
     exchange = _Exchange(context, sequences, query, key)

@@ -22,7 +22,13 @@ from parallelize.axes.tensor.planned_forward import installed
 from parallelize.base.errors import ModelError, Problem
 from parallelize.base.layout import Layout
 from parallelize.base.torch_private.torch_flex import call_flex_attention, is_flex_attention, uncompiled
-from parallelize.ops.attention.flex_masks import Numbers, closed_over, local_mask, renumbered_scores
+from parallelize.ops.attention.flex_masks import (
+    Numbers,
+    closed_over,
+    local_mask,
+    renumbered_scores,
+    warn_of_local_numbers,
+)
 from parallelize.state.forward_steps import HEADS, add_step, run_inner
 
 T = torch.Tensor
@@ -94,6 +100,8 @@ def _attend(
             f"{shard.fqn} has a block mask of {block_mask.shape[1]} heads, and {heads}, of which this rank has {local}"
         )
         raise ModelError(Problem("flex-heads", what, fix="a block mask of H=None, or of all heads"))
+    functions = [score_mod] if block_mask is None else [score_mod, block_mask.mask_mod]
+    warn_of_local_numbers(shard.fqn, functions, "heads", local, heads)
     mask = None if block_mask is None else local_mask(block_mask, numbers, block_mask.shape[2], local)
     numbers = Numbers() if _reads_shards(module, shard, score_mod, heads) else numbers
     return call_flex_attention(query, key, value, renumbered_scores(score_mod, numbers), mask, *options)
@@ -160,7 +168,7 @@ def _names_it(function: FunctionType, module: nn.Module, seen: set[Any]) -> bool
             called = uncompiled(value)
             if name == "flex_attention" or is_flex_attention(called):
                 return True
-            of_models = isinstance(called, FunctionType) and not called.__module__.startswith("torch")
+            of_models = isinstance(called, FunctionType) and not (called.__module__ or "").startswith("torch")
             if of_models and _names_it(called, module, seen):
                 return True
     return False

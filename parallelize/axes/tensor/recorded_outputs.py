@@ -34,9 +34,11 @@ class RecordedHiddenStates:
         """Look at the outputs of the modules around the first layer of a region. name: of that layer."""
         while name:
             name = name.rpartition(".")[0]
-            if name in modules:
+            if name in modules and self.gather not in modules[name]._forward_hooks.values():
                 modules[name].register_forward_hook(self.gather, with_kwargs=True)
-        modules[""].register_forward_hook(self.check, with_kwargs=True)
+        root = modules[""]
+        if self.check not in root._forward_hooks.values():  # of an earlier region
+            root.register_forward_hook(self.check, with_kwargs=True)
 
     def gather(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Gathers recorded hidden states."""

@@ -6,7 +6,8 @@ heads and queries as the unsharded model does; here they are called with those n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from parallelize.ops.attention.flex_scores import MaskMod, ScoreMod
+
+log = logging.getLogger("parallelize")
 
 T = torch.Tensor
 Run = tuple[int, int]
@@ -224,6 +227,27 @@ def closed_over(function: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
         for value in content if isinstance(content, (tuple, list)) else (content,):
             yield value, function.__code__.co_names
             yield from closed_over(value)
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def warn_of_local_numbers(fqn: str, functions: Iterable[Any], what: str, local: int, full: int) -> None:
+    """Warn, once, of functions that close over a rank's number of heads or tokens as a Python integer.
+
+    Args:
+        what: "heads" or "tokens". local, full: how many this rank has, and the unsharded model.
+    """
+    if local == full or local < 2 or (fqn, what) in _warned or torch.compiler.is_compiling():
+        return
+    numbers = (value for function in functions for value, _ in closed_over(function))
+    if any(type(value) is int and value == local for value in numbers):
+        _warned.add((fqn, what))
+        log.warning(
+            "%s: a function of its flex_attention reads the number %d, as many %s as this rank has of %d: a size that "
+            "is read from a tensor is local, and the functions get the numbers of all %s. Take it from the config",
+            *(fqn, local, what, full, what),
+        )
 
 
 def _content(cell: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
-from parallelize import ModelError, build_mesh, parallelize_model
+from parallelize import ModelError, build_mesh, parallelize_model, parallelize_module
 from parallelize.ops.attention.flex_masks import LocalMask, Numbers, local_mask
 from parallelize.plan.plan_file import parse_plan
 from tests.support import context
@@ -229,3 +229,38 @@ def test_models_of_transformers(name, sizes, monkeypatch):
     for result in run_ranks(2, lambda rank: context.on_mesh(model, sizes, ids, targets, inputs, **options)):
         error, where = context.error_of(result, expected)
         assert error <= LIMIT, where
+
+
+def test_numbers_of_local_sizes_are_warned_of(caplog):
+    """A size that a function closes over is that of a rank's tensor: its numbers are of all heads and tokens."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.proj = (torch.nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x):
+            q, k, v = (part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+            heads = q.shape[1]
+
+            def last(score, b, h, i, j):
+                return torch.where(h == heads - 1, score * 2, score)
+
+            return self.proj(flex_attention(q, k, v, score_mod=last).transpose(1, 2).flatten(2))
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Attention()
+
+        def forward(self, x):
+            return self.attention(x)
+
+    plan = {"attention": "gather(x)", "attention.{q,k,v}": "colwise", "attention.proj": "rowwise"}
+    nets = [Net() for _ in range(2)]
+
+    def body(rank):
+        return parallelize_module(nets[rank], build_mesh("cpu", tp=2), plan)(torch.randn(1, 6, 16))
+
+    run_ranks(2, body)
+    assert "reads the number 2, as many heads as this rank has of 4" in caplog.text

@@ -86,7 +86,7 @@ def for_adapters(plan: Plan, model: ModelFacts) -> Plan:
     if not adapted and not copied:
         return replace(plan, rules=(*plan.rules, *rules.of_prompts(plan)))
     adapted_rules = tuple(new for rule in plan.rules for new in rules.of(rule))
-    if problems := [*rules.problems, *rules.unplanned()]:
+    if plan.rules and (problems := [*rules.problems, *rules.unplanned()]):  # layers that nothing splits need no rules
         raise PlanError(*problems)
     ties = tuple(replace(tie, members=tuple(map(rules.parameter, tie.members))) for tie in plan.ties)
     return replace(plan, rules=(*adapted_rules, *rules.of_prompts(plan)), ties=ties)

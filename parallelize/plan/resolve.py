@@ -169,7 +169,7 @@ def for_model(plan: Plan, model: ModelFacts) -> Plan:
     if prefix and plan.on_unclaimed != "leave":
         outside = (prefix, f"{PROMPTS}.")
         plan = renamed(plan, lambda name: name if name.startswith(outside) else prefix + name)
-    return for_adapters(plan, model) if plan.rules else plan  # adapters of layers that nothing splits need no rules
+    return for_adapters(plan, model)
 
 
 def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
